@@ -1,0 +1,1 @@
+"""Servers -> Measurements -> Report."""

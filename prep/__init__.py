@@ -1,0 +1,1 @@
+"""Variant -> Checkpoint: everything that happens before a server starts."""

@@ -1,0 +1,289 @@
+"""The nouns that the stages hand on: Manifest (of a Checkpoint), Measurement, Report.
+
+Everything is a frozen value that round-trips through JSON. Units are in the names (`_s`, `_bytes`, `_tokens`).
+`None` means not known; 0 means measured and zero.
+"""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from qserve.values import Frozen
+
+MANIFEST_NAME = "qserve.json"
+Verdict = Literal["faster", "slower", "unresolved"]
+
+
+class Artifact(Frozen):
+    """A value with a file of its own."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls.model_validate_json(path.read_bytes())
+
+    def write(self, path: Path) -> None:
+        """Write under a temporary name, then rename: the file is complete or absent."""
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+
+class Machine(Frozen):
+    """What the figures were measured on."""
+
+    flavour: Literal["cpu", "cuda"]
+    cpu: str
+    cores: int  # physical cores this process may use
+    isa: tuple[str, ...]  # of the flags that kernels ask for: avx2, avx512f, avx512_vnni, avx512_bf16, amx_tile
+    memory_bytes: int  # what this process may use (cgroup limit included)
+    gpus: tuple[str, ...] = ()
+    gpu_memory_bytes: int | None = None  # of one device
+    gpu_capability: str | None = None  # "9.0"
+
+
+# --- checkpoint ---------------------------------------------------------------------------------------------------------
+class FileEntry(Frozen):
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class DataRecord(Frozen):
+    """What was read, what was dropped and why, what was used."""
+
+    dataset: str
+    part: Literal["calibration", "quality", "load"]
+    rows_read: int
+    dropped: dict[str, int]  # reason -> rows
+    records: int  # used
+    tokens: int  # used
+    sha256: str  # of the token ids that were used
+    seed: int | None = None
+
+
+class DataParts(Artifact):
+    """data/<digest>/parts.json: three disjoint parts of the data, as token ids of the source's tokenizer.
+
+    Beside it: calibration.json and quality.json (a list of lists of ids each: samples, windows), and load.npy (int32,
+    one long stream of ids: a load prompt is a slice of it). Written last.
+    """
+
+    calibration: DataRecord
+    quality: DataRecord
+    load: DataRecord
+    bos_token_id: int | None  # stands first in a sequence, where the tokenizer says so
+    vocab_size: int
+
+
+class Weights(Frozen):
+    """Bytes of tensor data in the safetensors headers, by what they are."""
+
+    total_bytes: int
+    quantized_bytes: int  # packed weights, scales and zero points of quantized layers
+    embedding_bytes: int  # embeddings and output head
+    other_bytes: int
+    parameters: int  # of the model, before quantization
+    bits_per_parameter: float  # total_bytes * 8 / parameters
+
+
+class Manifest(Artifact):
+    """qserve.json: everything that made this checkpoint. Written last, so its presence means complete."""
+
+    format: Literal[1] = 1
+    variant: str
+    digest: str  # of everything that made it; the end of the folder's name
+    settings: dict[str, Any]  # the variant as the recipe gave it, defaults filled in
+    label: str  # "GPTQ W4A16 g64"
+    model: str
+    revision: str | None  # commit of a Hub model
+    source_sha256: str  # of the source's weight files
+    source_note: str | None  # "weights came through GGUF Q4_1"
+    calibration: DataRecord | None
+    runtime: str  # "llmcompressor-cpu"
+    packages: dict[str, str]  # versions in that runtime that matter
+    qserve_version: str
+    layers: int  # linear layers that the method was asked to quantize
+    layers_fallback: tuple[str, ...]  # of those, the ones that GPTQ rounded to nearest instead
+    weights: Weights
+    wall_s: float
+    peak_memory_bytes: int | None
+    threads: int | None
+    created: str  # ISO 8601, UTC
+    files: tuple[FileEntry, ...]
+
+
+# --- load ---------------------------------------------------------------------------------------------------------------
+class Quantiles(Frozen):
+    """Order statistics of one latency, in seconds. A percentile that the sample cannot carry is None
+    (p95 needs 20 values, p99 needs 100)."""
+
+    n: int
+    mean: float | None
+    p50: float | None
+    p95: float | None
+    p99: float | None
+
+
+class LoadSummary(Frozen):
+    """One closed-loop load, or several blocks of it pooled.
+
+    output_tokens_per_s: tokens of all requests, by the server's usage counts, over the time from the first send to the
+        last byte (or to the cut). Where a server sends no usage, text deltas are counted and `counted_by` says so.
+    ttft: send to first text or reasoning delta (not the role chunk). itl: between successive deltas of a request.
+    tpot: (e2e - ttft) / (output tokens - 1) of a request. e2e: send to last byte.
+    Latencies are of completed requests; `cut` requests were still running when the block's time ended: their tokens
+    count, their latencies do not.
+    """
+
+    concurrency: int  # asked for
+    delivered_concurrency: float | None  # mean requests in flight, over the time in which there was work left to send
+    attempted: int
+    ok: int
+    cut: int
+    failed: dict[str, int]  # reason -> requests
+    wall_s: float
+    prompt_tokens: int | None
+    output_tokens: int
+    counted_by: Literal["usage", "deltas"]
+    output_tokens_per_s: float | None
+    requests_per_s: float | None
+    ttft_s: Quantiles
+    itl_s: Quantiles
+    tpot_s: Quantiles
+    e2e_s: Quantiles
+    client_cpu: float | None  # client CPU seconds per wall second
+    server_cpu: float | None = None  # server CPU seconds per wall second, over the machine's cores (0..1)
+    gpu: float | None = None  # mean device utilisation (0..1)
+    prefix_cache_hit_rate: float | None = None  # hit tokens / queried tokens, from the server's counters
+    valid: bool = True  # False: too many failures, wrong lengths or undelivered load; see `problem`
+    problem: str | None = None
+
+
+class Ratio(Frozen):
+    """variant / bf16, from paired blocks: geometric mean of the pairs' ratios with a 95 % t interval.
+
+    `low` and `high` are None with fewer than two pairs. The verdict is in the sense of speed: for a latency a ratio
+    below 1 is faster.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    pairs: int
+    verdict: Verdict
+
+
+class Point(Frozen):
+    """One concurrency: the variant, bf16 measured in alternation with it, and their ratios."""
+
+    concurrency: int
+    variant: LoadSummary
+    baseline: LoadSummary
+    throughput: Ratio | None
+    ttft: Ratio | None
+    itl: Ratio | None
+    note: str | None = None  # "3 of 4 pairs: the time budget of 900 s was spent"
+
+
+# --- quality and memory -------------------------------------------------------------------------------------------------
+class Estimate(Frozen):
+    """A value with its standard error (None with fewer than two windows)."""
+
+    value: float
+    se: float | None
+
+
+class Quality(Frozen):
+    """Teacher-forced on held-out windows, by the live server.
+
+    kl: mean over tokens of KL(bf16 || variant) in nats, over the tokens that both servers list in their top k, and one
+        bucket for all others: a lower bound of the full divergence, tight for large k.
+    top1: share of positions at which the variant's most likely token is bf16's.
+    Standard errors are between windows.
+    """
+
+    perplexity: Estimate
+    perplexity_ratio: Estimate | None  # variant / bf16, paired by window
+    kl: Estimate | None
+    top1: Estimate | None
+    windows: int
+    tokens: int  # scored
+    context_tokens: int
+    top_k: int
+    bos: str  # what stands first in a window
+    data: DataRecord
+
+
+class Fidelity(Frozen):
+    """Served log-probabilities against the same checkpoint in transformers (float32), on the same tokens.
+
+    error: mean absolute difference in nats. floor: the same between transformers in bfloat16 and in float32, which is
+    rounding alone, measured for this checkpoint and for bf16; the larger counts. faithful: error <= limit.
+    """
+
+    faithful: bool
+    error: float
+    floor: float
+    limit: float
+    tokens: int
+    reference_perplexity: float  # transformers, float32, on those tokens
+    served_perplexity: float  # on those tokens
+
+
+class Memory(Frozen):
+    """Separate columns, never one pool reservation called memory."""
+
+    disk_bytes: int  # weight files
+    loaded_bytes: int | None  # weights in the server, from its log
+    kv_capacity_tokens: int | None
+    kv_bytes: int | None
+    peak_bytes: int | None  # highest resident size of the server's process group (CPU) or device memory used (CUDA)
+
+
+class ServerFacts(Frozen):
+    """What was really served: read out of the live server, its log and its command."""
+
+    engine: str
+    version: str | None
+    command: tuple[str, ...]
+    env: dict[str, str]  # what qserve set
+    dtype: str | None
+    quantization: str | None  # as the engine named it
+    kernels: tuple[str, ...]
+    startup_s: float
+    log: str  # path in the run folder
+
+
+class VariantResult(Frozen):
+    """All that was measured of one variant."""
+
+    name: str
+    label: str
+    status: Literal["measured", "failed", "not faithful"]
+    problem: str | None = None
+    bits_per_parameter: float | None = None
+    layers: int | None = None
+    layers_fallback: int | None = None
+    prep_s: float | None = None
+    server: ServerFacts | None = None
+    memory: Memory | None = None
+    quality: Quality | None = None
+    fidelity: Fidelity | None = None
+    points: tuple[Point, ...] = ()
+
+
+class Report(Artifact):
+    """measurements.json: one run of `qserve bench`."""
+
+    format: Literal[1] = 1
+    run: str
+    created: str  # ISO 8601, UTC
+    qserve_version: str
+    recipe_file: str
+    recipe: dict[str, Any]
+    model: str
+    source_note: str | None
+    quick: bool  # a smoke run: the figures prove that it works, and no more
+    machine: Machine
+    baseline: VariantResult  # its points: bf16 alone
+    variants: tuple[VariantResult, ...]
+    wall_s: float

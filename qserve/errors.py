@@ -1,0 +1,43 @@
+"""The errors that a user can act on.
+
+    QserveError                 exit code 1
+      UsageError                2   bad input: a recipe, a flag, a path; raised before any long work
+      PreflightError            3   the variant cannot work for this model or machine (shapes, disk, memory)
+      RuntimeBuildError         4   an environment could not be built
+      WorkerError               5   a worker process failed, hung or was killed
+      ServerError               6   a server did not start, died or is not what was asked for
+      LoadError                 7   the load could not be delivered: nothing to report
+
+Every message is one sentence with a next step. The command line catches QserveError and nothing else;
+an interrupted run exits with 130.
+"""
+
+
+class QserveError(Exception):
+    """Expected failure. `str(error)` is the sentence that the user sees."""
+
+    exit_code = 1
+
+
+class UsageError(QserveError):
+    exit_code = 2
+
+
+class PreflightError(QserveError):
+    exit_code = 3
+
+
+class RuntimeBuildError(QserveError):
+    exit_code = 4
+
+
+class WorkerError(QserveError):
+    exit_code = 5
+
+
+class ServerError(QserveError):
+    exit_code = 6
+
+
+class LoadError(QserveError):
+    exit_code = 7

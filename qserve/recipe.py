@@ -1,0 +1,355 @@
+"""Recipe: one YAML file that says which model, which variants, and how they are judged.
+
+`load_recipe` is the only way in. It returns a frozen `Recipe`, or raises `UsageError` with file, line and field.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
+
+from qserve.errors import UsageError
+from qserve.values import Frozen
+
+
+# --- sources: where a model or a data set comes from -------------------------------------------------------------------
+@dataclass(frozen=True)
+class HubSource:
+    """A repository on the Hub, `owner/name`."""
+
+    repo: str
+
+
+@dataclass(frozen=True)
+class PathSource:
+    """A local file or folder."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class PackageSource:
+    """A file inside a pinned PyPI package, written `pypi:NAME==VERSION/PATH/INSIDE`."""
+
+    package: str
+    version: str
+    path: str
+
+
+Source = HubSource | PathSource | PackageSource
+
+
+def parse_source(text: object) -> Source:
+    """Read the one-string spelling of a source.
+
+    `pypi:pkg==1.0/folder/file.gguf` is a package file; something that starts with `.`, `/` or `~`, or that exists on
+    disk, is a path; `owner/name` is a Hub id.
+    """
+    if isinstance(text, HubSource | PathSource | PackageSource):
+        return text
+    if not isinstance(text, str) or not text:
+        raise ValueError("expected a Hub id (owner/name), a path, or pypi:NAME==VERSION/FILE")
+    if text.startswith("pypi:"):
+        match = re.fullmatch(r"pypi:([A-Za-z0-9._-]+)==([A-Za-z0-9.+!]+)/(.+)", text)
+        if not match:
+            raise ValueError(f"{text!r}: a package source is written pypi:NAME==VERSION/FILE/INSIDE")
+        return PackageSource(*match.groups())
+    path = Path(text).expanduser()
+    if text.startswith((".", "/", "~")) or path.exists():
+        return PathSource(path)
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text):
+        return HubSource(text)
+    raise ValueError(f"{text!r} is no file or folder here, and no Hub id (owner/name); write ./{text} for a local path")
+
+
+def source_text(source: Source) -> str:
+    """The spelling that `parse_source` reads back."""
+    match source:
+        case HubSource(repo):
+            return repo
+        case PathSource(path):
+            return str(path)
+        case PackageSource(package, version, path):
+            return f"pypi:{package}=={version}/{path}"
+
+
+SourceField = Annotated[Source, BeforeValidator(parse_source), PlainSerializer(source_text, return_type=str)]
+
+
+# --- data ---------------------------------------------------------------------------------------------------------------
+class Dataset(Frozen):
+    """Text to calibrate on, to judge on, or to send as load.
+
+    Each record belongs to exactly one of the three uses, decided by a digest of its text: so calibration, quality and
+    load never share a record, whichever data sets they are read from.
+    """
+
+    dataset: SourceField
+    config: str | None = None
+    split: str = "train"
+    column: str | None = None  # None: the first of messages, conversations, text, content that is there
+    rows: int = Field(20_000, ge=1)  # read at most this many rows
+    skip_bad_rows: bool = False
+
+
+class Calibration(Dataset):
+    samples: int = Field(256, ge=1)
+    tokens: int = Field(512, ge=16)  # each sample is cut to this many tokens
+    min_tokens: int = Field(32, ge=1)  # shorter records are dropped, and counted
+    seed: int = 0
+
+
+# --- variants: a closed set of methods ----------------------------------------------------------------------------------
+class Awq(Frozen):
+    """W4A16 by activation-aware scaling (Lin et al., arXiv 2306.00978)."""
+
+    method: Literal["awq"]
+    bits: Literal[4] = 4
+    group_size: int = Field(128, ge=8)
+    symmetric: bool = False
+    grid: int = Field(20, ge=2)  # steps of the search for the scaling exponent
+    ignore: tuple[str, ...] = ("lm_head",)
+    # fewer samples than the recipe's, for this variant alone
+    samples: int | None = Field(None, ge=1)
+
+
+class Gptq(Frozen):
+    """W4A16 or W8A8 by second-order rounding (Frantar et al., arXiv 2210.17323)."""
+
+    method: Literal["gptq"]
+    bits: Literal[4, 8] = 4
+    group_size: int | None = Field(None, ge=8)  # None: 128 for 4 bits, a scale a channel for 8 bits with int8 activations
+    activations: Literal["none", "int8"] = "none"
+    act_order: Literal["static", "none"] = "static"
+    dampening: float = Field(0.01, gt=0, lt=1)
+    max_fallback: float = Field(0.1, ge=0, le=1)  # share of layers that may fall back to round-to-nearest
+    ignore: tuple[str, ...] = ("lm_head",)
+    samples: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _int8_is_per_channel(self) -> "Gptq":
+        if self.activations == "int8" and (self.bits != 8 or self.group_size is not None):
+            raise ValueError("activations: int8 goes with bits: 8 and no group_size (one scale a channel)")
+        return self
+
+
+class Fp8(Frozen):
+    """FP8 E4M3 weights and activations; `static` calibrates one activation scale a layer."""
+
+    method: Literal["fp8"]
+    activations: Literal["dynamic", "static"] = "dynamic"
+    ignore: tuple[str, ...] = ("lm_head",)
+    samples: int | None = Field(None, ge=1)
+
+
+class Bf16(Frozen):
+    """The baseline. Always there, always first; a recipe does not list it."""
+
+    method: Literal["bf16"] = "bf16"
+
+
+QuantizedVariant = Annotated[Awq | Gptq | Fp8, Field(discriminator="method")]
+Variant = Bf16 | Awq | Gptq | Fp8
+BASELINE = "bf16"
+
+
+def scheme_label(variant: Variant) -> str:
+    """The short name people use: `AWQ W4A16 g64`, `GPTQ W8A8 int8`, `FP8 dynamic`."""
+    match variant:
+        case Bf16():
+            return "bfloat16"
+        case Awq():
+            return f"AWQ W4A16 g{variant.group_size}"
+        case Gptq(activations="int8"):
+            return "GPTQ W8A8 int8"
+        case Gptq():
+            return f"GPTQ W{variant.bits}A16 g{gptq_group_size(variant)}"
+        case Fp8():
+            return f"FP8 {variant.activations}"
+
+
+def gptq_group_size(variant: Gptq) -> int:
+    """Group size of a weight-only GPTQ variant; 128 where the recipe is silent."""
+    return variant.group_size or 128
+
+
+# --- the rest of a recipe -----------------------------------------------------------------------------------------------
+class Serving(Frozen):
+    """How every variant is served. All variants share it: only the checkpoint differs."""
+
+    engine: Literal["vllm"] = "vllm"
+    max_model_len: int | None = Field(None, ge=16)  # None: the model's own context
+    prefix_caching: bool = True
+    tensor_parallel: int = Field(1, ge=1)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: what is fastest on this machine
+    compile: Literal["auto", "on", "off"] = "auto"
+    kv_cache_gib: float | None = Field(None, gt=0)  # None: fitted to the machine
+    extra_args: tuple[str, ...] = ()
+    python: Path | None = None  # an environment of your own with vLLM in it, instead of the managed one
+    start_timeout_s: float = Field(1800, gt=0)
+
+
+class Bench(Frozen):
+    """The traffic. A pair is one block on bf16 and one on the variant with the same prompts, in alternating order."""
+
+    prompt_tokens: int = Field(128, ge=1)
+    output_tokens: int = Field(64, ge=1)
+    concurrency: tuple[int, ...] = (1, 4, 16)
+    requests_per_slot: int = Field(2, ge=1)  # a block sends concurrency x this many requests
+    pairs: int = Field(4, ge=1)
+    block_s: float = Field(60, gt=0)  # a block is cut here
+    variant_s: float = Field(900, gt=0)  # a variant stops taking new pairs here
+    dataset: Dataset | None = None  # None: the calibration data set (other records of it)
+
+
+class Quality(Frozen):
+    """Held-out text: `windows` windows of `tokens` tokens, scored by what is served."""
+
+    dataset: Dataset | None = None  # None: the calibration data set (other records of it)
+    windows: int = Field(16, ge=1)
+    tokens: int = Field(512, ge=16)
+    top_k: int = Field(64, ge=1, le=1024)
+
+
+class Recipe(Frozen):
+    model: SourceField
+    revision: str | None = None
+    calibration: Calibration
+    variants: Annotated[dict[str, QuantizedVariant], Field(min_length=1)]
+    serving: Serving = Serving()
+    bench: Bench = Bench()
+    quality: Quality = Quality()
+    threads: int | None = Field(None, ge=1)  # None: one a physical core
+
+    @model_validator(mode="after")
+    def _names(self) -> "Recipe":
+        for name in self.variants:
+            if name == BASELINE:
+                raise ValueError(f"variants: {BASELINE!r} is the baseline, which is always there; remove it")
+            if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
+                raise ValueError(f"variants: {name!r}: use lower-case letters, digits, dot, dash and underscore")
+        return self
+
+    def variant(self, name: str) -> Variant:
+        """The variant called `name`. Raises UsageError, with the names there are, if there is none."""
+        if name == BASELINE:
+            return Bf16()
+        if name not in self.variants:
+            raise UsageError(f"no variant {name!r} in this recipe; it has {', '.join([BASELINE, *self.variants])}")
+        return self.variants[name]
+
+    def quality_data(self) -> Dataset:
+        return self.quality.dataset or self.calibration
+
+    def load_data(self) -> Dataset:
+        return self.bench.dataset or self.calibration
+
+
+# --- reading -------------------------------------------------------------------------------------------------------------
+def shipped_recipes() -> dict[str, Path]:
+    """Name -> file of the recipes that come with qserve."""
+    folder = Path(str(resources.files("qserve.recipes")))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_recipe(argument: str | None) -> Path:
+    """The recipe to use: the argument (a file, or the name of a shipped one), else ./qserve.yaml, else quickstart."""
+    shipped = shipped_recipes()
+    if argument is None:
+        local = Path("qserve.yaml")
+        return local if local.exists() else shipped["quickstart"]
+    path = Path(argument)
+    if path.is_file():
+        return path
+    if path.stem in shipped and str(argument) in (path.stem, f"{path.stem}.yaml", f"recipes/{path.stem}.yaml"):
+        return shipped[path.stem]
+    raise UsageError(f"no recipe {argument!r}: give a YAML file (`qserve init` writes one) or one of {', '.join(shipped)}")
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Parse a recipe file. Relative paths in it are relative to the file.
+
+    Raises:
+        UsageError: unreadable file, bad YAML, unknown or wrong field; names file, line and field.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot read the recipe: {error}") from error
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        lines = dict(_lines(node)) if node is not None else {}
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise UsageError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{path}: a recipe is a mapping with model, calibration and variants; `qserve init` writes one")
+    try:
+        return Recipe.model_validate(_anchor_paths(data, path.parent))
+    except ValidationError as error:
+        raise UsageError("\n".join(_explain(path, lines, dict(item)) for item in error.errors())) from error
+
+
+def _lines(node: yaml.Node, at: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], int]]:
+    """(field path, 1-based line) of every node; a duplicate key is an error, as YAML itself says."""
+    yield at, node.start_mark.line + 1
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, value in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+            yield (*at, key.value), key.start_mark.line + 1
+            for where, line in _lines(value, (*at, key.value)):
+                if where != (*at, key.value):
+                    yield where, line
+    elif isinstance(node, yaml.SequenceNode):
+        for i, value in enumerate(node.value):
+            yield from _lines(value, (*at, i))
+
+
+def _explain(path: Path, lines: Mapping[tuple[object, ...], int], item: dict[str, Any]) -> str:
+    """One sentence for one pydantic error, with the line of the nearest field that is in the file."""
+    field = [part for part in item["loc"] if part not in ("awq", "gptq", "fp8") or (part,) == item["loc"][-1:]]
+    loc = tuple(field)
+    if len(item["loc"]) >= 3 and item["loc"][0] == "variants":  # drop the union's tag: variants, name, tag, field
+        loc = (*item["loc"][:2], *item["loc"][3:])
+    line = next((lines[loc[:n]] for n in range(len(loc), -1, -1) if loc[:n] in lines), 1)
+    name = ".".join(str(part) for part in loc)
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        siblings = sorted({str(p) for p in _known_fields(loc)})
+        message = f"unknown field; did you mean one of {', '.join(siblings)}?" if siblings else "unknown field"
+    return f"{path}:{line}: {name}: {message}" if name else f"{path}:{line}: {message}"
+
+
+def _known_fields(loc: tuple[object, ...]) -> Iterator[str]:
+    """Field names that the mapping around `loc` accepts."""
+    models: dict[str, tuple[type[Frozen], ...]] = {
+        "calibration": (Calibration,), "serving": (Serving,), "bench": (Bench,), "quality": (Quality,),
+        "dataset": (Dataset,), "variants": (Awq, Gptq, Fp8),
+    }  # fmt: skip
+    parents = [str(part) for part in loc[:-1]]
+    owner = next((models[p] for p in reversed(parents) if p in models), (Recipe,))
+    for model in owner:
+        yield from model.model_fields
+
+
+def _anchor_paths(data: dict[Any, Any], folder: Path) -> dict[Any, Any]:
+    """Make `./file` spellings of sources relative to the recipe's folder."""
+    out: dict[Any, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            out[key] = _anchor_paths(value, folder)
+        elif key in ("model", "dataset", "python") and isinstance(value, str) and value.startswith(("./", "../")):
+            out[key] = str((folder / value).resolve())
+        else:
+            out[key] = value
+    return out

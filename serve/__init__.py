@@ -1,0 +1,1 @@
+"""Checkpoint -> Server, for the length of a `with` block."""
