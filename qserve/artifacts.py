@@ -40,7 +40,7 @@ class Machine(Frozen):
     gpu_capability: str | None = None  # "9.0"
 
 
-# --- checkpoint ---------------------------------------------------------------------------------------------------------
+# --- checkpoint ----------
 class FileEntry(Frozen):
     name: str
     size_bytes: int
@@ -111,7 +111,7 @@ class Manifest(Artifact):
     files: tuple[FileEntry, ...]
 
 
-# --- load ---------------------------------------------------------------------------------------------------------------
+# --- load ----------
 class Quantiles(Frozen):
     """Order statistics of one latency, in seconds. A percentile that the sample cannot carry is None
     (p95 needs 20 values, p99 needs 100)."""
@@ -184,7 +184,7 @@ class Point(Frozen):
     note: str | None = None  # "3 of 4 pairs: the time budget of 900 s was spent"
 
 
-# --- quality and memory -------------------------------------------------------------------------------------------------
+# --- quality and memory ----------
 class Estimate(Frozen):
     """A value with its standard error (None with fewer than two windows)."""
 

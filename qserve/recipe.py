@@ -17,7 +17,7 @@ from qserve.errors import UsageError
 from qserve.values import Frozen
 
 
-# --- sources: where a model or a data set comes from -------------------------------------------------------------------
+# --- sources: where a model or a data set comes from ----------
 @dataclass(frozen=True)
 class HubSource:
     """A repository on the Hub, `owner/name`."""
@@ -81,7 +81,7 @@ def source_text(source: Source) -> str:
 SourceField = Annotated[Source, BeforeValidator(parse_source), PlainSerializer(source_text, return_type=str)]
 
 
-# --- data ---------------------------------------------------------------------------------------------------------------
+# --- data ----------
 class Dataset(Frozen):
     """Text to calibrate on, to judge on, or to send as load.
 
@@ -104,7 +104,7 @@ class Calibration(Dataset):
     seed: int = 0
 
 
-# --- variants: a closed set of methods ----------------------------------------------------------------------------------
+# --- variants: a closed set of methods ----------
 class Awq(Frozen):
     """W4A16 by activation-aware scaling (Lin et al., arXiv 2306.00978)."""
 
@@ -123,7 +123,8 @@ class Gptq(Frozen):
 
     method: Literal["gptq"]
     bits: Literal[4, 8] = 4
-    group_size: int | None = Field(None, ge=8)  # None: 128 for 4 bits, a scale a channel for 8 bits with int8 activations
+    # None: 128 for weights alone, one scale a channel with int8 activations
+    group_size: int | None = Field(None, ge=8)
     activations: Literal["none", "int8"] = "none"
     act_order: Literal["static", "none"] = "static"
     dampening: float = Field(0.01, gt=0, lt=1)
@@ -178,7 +179,7 @@ def gptq_group_size(variant: Gptq) -> int:
     return variant.group_size or 128
 
 
-# --- the rest of a recipe -----------------------------------------------------------------------------------------------
+# --- the rest of a recipe ----------
 class Serving(Frozen):
     """How every variant is served. All variants share it: only the checkpoint differs."""
 
@@ -250,7 +251,7 @@ class Recipe(Frozen):
         return self.bench.dataset or self.calibration
 
 
-# --- reading -------------------------------------------------------------------------------------------------------------
+# --- reading ----------
 def shipped_recipes() -> dict[str, Path]:
     """Name -> file of the recipes that come with qserve."""
     folder = Path(str(resources.files("qserve.recipes")))
@@ -268,7 +269,8 @@ def find_recipe(argument: str | None) -> Path:
         return path
     if path.stem in shipped and str(argument) in (path.stem, f"{path.stem}.yaml", f"recipes/{path.stem}.yaml"):
         return shipped[path.stem]
-    raise UsageError(f"no recipe {argument!r}: give a YAML file (`qserve init` writes one) or one of {', '.join(shipped)}")
+    names = ", ".join(shipped)
+    raise UsageError(f"no recipe {argument!r}: give a YAML file (`qserve init` writes one) or one of {names}")
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -290,7 +292,7 @@ def load_recipe(path: Path) -> Recipe:
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise UsageError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
     if not isinstance(data, dict):
-        raise UsageError(f"{path}: a recipe is a mapping with model, calibration and variants; `qserve init` writes one")
+        raise UsageError(f"{path}: a recipe is a mapping (model, calibration, variants); `qserve init` writes one")
     try:
         return Recipe.model_validate(_anchor_paths(data, path.parent))
     except ValidationError as error:

@@ -5,9 +5,9 @@ Run by file path with a runtime's own Python, so it imports nothing of qserve. I
 Whatever else the libraries print goes to stderr, which is the log.
 """
 
-import importlib.util
 import json
 import os
+import runpy
 import sys
 import traceback
 
@@ -23,10 +23,7 @@ def run(worker_path: str, job_path: str, result_path: str) -> int:
     with open(job_path, encoding="utf-8") as file:
         job = json.load(file)
     try:
-        spec = importlib.util.spec_from_file_location("worker", worker_path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        result = module.main(job, emit)
+        result = runpy.run_path(worker_path)["main"](job, emit)
     except BaseException as error:
         traceback.print_exc()
         text = (str(error).strip().splitlines() or [""])[0]

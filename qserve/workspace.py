@@ -1,10 +1,10 @@
 """Where things lie on disk, and how they get there: complete or absent.
 
-    <workspace>/checkpoints/<variant>-<digest>/    weights, tokenizer, configs; qserve.json last
-    <workspace>/data/<digest>/                     token ids of the three parts
-    <workspace>/references/<digest>.json           log-probabilities from transformers
-    <workspace>/runs/<run>/                        measurements.json, requests.parquet, logs, report.*
-    <cache>/runtimes/, <cache>/packages/           shared between projects
+<workspace>/checkpoints/<variant>-<digest>/    weights, tokenizer, configs; qserve.json last
+<workspace>/data/<digest>/                     token ids of the three parts
+<workspace>/references/<digest>.json           log-probabilities from transformers
+<workspace>/runs/<run>/                        measurements.json, requests.parquet, logs, report.*
+<cache>/runtimes/, <cache>/packages/           shared between projects
 """
 
 import hashlib
