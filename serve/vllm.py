@@ -1,0 +1,185 @@
+"""vLLM: the best safe settings for a machine, its start command, and what its log says was really served.
+
+Settings that were measured against plain defaults are in docs/measurements.md. On a CPU:
+    threads      every physical core computes; vLLM's own `auto` keeps one for the API server, half of a 2-core machine
+    dtype        float32 where the CPU multiplies no bfloat16 (x86 without AVX-512): there it falls back to a slow kernel
+    KV cache     a share of the free memory, and at least one request of full length
+On CUDA vLLM's defaults are good; only the memory share is set, so that two servers fit side by side.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from qserve.artifacts import Machine, Memory, ServerFacts
+from qserve.errors import PreflightError
+from qserve.machine import core_ids
+from qserve.recipe import Serving
+from qserve.serve.server import Launch, Server
+
+GIB = 2**30
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every choice that a start of vLLM depends on, made. The same for all variants of a recipe."""
+
+    dtype: str
+    max_model_len: int
+    kv_cache_bytes: int | None  # CPU: reserved at start
+    memory_share: float | None  # CUDA: --gpu-memory-utilization
+    compile: bool
+    prefix_caching: bool
+    tensor_parallel: int
+    threads: tuple[int, ...]  # CPU ids that compute, empty on CUDA
+    max_logprobs: int
+    extra_args: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What may be used: how many servers stand side by side, and the memory that is free now."""
+
+    servers: int
+    free_bytes: int
+    weight_bytes: int  # of the largest checkpoint, on disk
+
+
+def choose_settings(serving: Serving, config: Mapping[str, object], machine: Machine, room: Room) -> Settings:
+    """The settings for this model on this machine; `config` is the checkpoint's config.json.
+
+    Raises:
+        PreflightError: the KV cache has no room for one request of `max_model_len` tokens.
+    """
+    dtype = _dtype(serving, machine)
+    length = serving.max_model_len or _int(config, "max_position_embeddings") or 4096
+    cuda = machine.flavour == "cuda"
+    return Settings(
+        dtype=dtype,
+        max_model_len=length,
+        kv_cache_bytes=None if cuda else _kv_cache_bytes(serving, kv_bytes_per_token(config, dtype) * length, room),
+        memory_share=round(0.9 / room.servers, 3) if cuda else None,
+        compile=serving.compile != "off",
+        prefix_caching=serving.prefix_caching,
+        tensor_parallel=serving.tensor_parallel,
+        threads=() if cuda else core_ids(),
+        max_logprobs=1024,
+        extra_args=serving.extra_args,
+    )
+
+
+def _dtype(serving: Serving, machine: Machine) -> str:
+    if serving.dtype != "auto":
+        return serving.dtype
+    multiplies_bf16 = {"avx512f", "amx_tile", "bf16", "asimd"} & set(machine.isa)
+    return "bfloat16" if machine.flavour == "cuda" or multiplies_bf16 else "float32"
+
+
+def kv_bytes_per_token(config: Mapping[str, object], dtype: str) -> int:
+    """Bytes of keys and values that one token takes: 2 x layers x KV heads x head size x element size."""
+    heads = _int(config, "num_attention_heads") or 1
+    kv_heads = _int(config, "num_key_value_heads") or heads
+    head = _int(config, "head_dim") or (_int(config, "hidden_size") or 0) // heads
+    return 2 * (_int(config, "num_hidden_layers") or 0) * kv_heads * head * DTYPE_BYTES[dtype]
+
+
+def _kv_cache_bytes(serving: Serving, one_request: int, room: Room) -> int:
+    """Whole GiB, which is what vLLM's CPU backend takes."""
+    if serving.kv_cache_gib is not None:
+        chosen = max(1, round(serving.kv_cache_gib)) * GIB
+    else:
+        # a server needs its weights about twice while it loads (packed and not), and 2 GiB for itself
+        spare = room.free_bytes / room.servers - 2 * room.weight_bytes - 2 * GIB
+        chosen = int(min(max(0.4 * spare, 0) // GIB, 64)) * GIB
+    if chosen < max(one_request, GIB):
+        fits = int(chosen / one_request * (serving.max_model_len or 0)) if one_request else 0
+        raise PreflightError(
+            f"no room for the KV cache: one request of full length needs {one_request / GIB:.2f} GiB and at least 1 GiB "
+            f"is reserved, {chosen / GIB:.2f} GiB is available; set serving.max_model_len"
+            f"{f' to at most {fits}' if fits else ' lower'}, or free memory"
+        )
+    return chosen
+
+
+def _int(config: Mapping[str, object], key: str) -> int | None:
+    value = config.get(key)
+    return value if isinstance(value, int) else None
+
+
+def launch_vllm(python: Path, checkpoint: Path, name: str, settings: Settings, at: tuple[str, int]) -> Launch:
+    """The command that serves `checkpoint` under the model id `name`. `at` is (host, port)."""
+    host, port = at
+    argv = [
+        str(python), "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(checkpoint), "--served-model-name", name,
+        "--host", host, "--port", str(port),
+        "--dtype", settings.dtype,
+        "--max-model-len", str(settings.max_model_len),
+        "--tensor-parallel-size", str(settings.tensor_parallel),
+        "--max-logprobs", str(settings.max_logprobs),
+        "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching",
+        "--uvicorn-log-level", "warning",
+    ]  # fmt: skip
+    if not settings.compile:
+        argv.append("--enforce-eager")
+    if settings.memory_share is not None:
+        argv += ["--gpu-memory-utilization", str(settings.memory_share)]
+    return Launch("vllm", (*argv, *settings.extra_args), _env(settings), host, port, name)
+
+
+def _env(settings: Settings) -> dict[str, str]:
+    """Local files only, no usage reports; on a CPU the cores and the KV cache."""
+    env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
+    if settings.threads:
+        env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in settings.threads)
+    if settings.kv_cache_bytes is not None:
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_bytes // GIB)
+    return env
+
+
+# --- what the log says ----------
+def facts(server: Server, log_name: str) -> ServerFacts:
+    """What is really served, from the server's own log."""
+    text = server.log_text()
+    return ServerFacts(
+        engine="vllm",
+        version=_find(r"V1 LLM engine \(v([^)]+)\)", text),
+        command=server.launch.argv,
+        env=dict(server.launch.env),
+        dtype=_find(r"dtype=torch\.(\w+)", text),
+        quantization=_find(r"[ ,]quantization=([\w-]+)", text),
+        kernels=kernels(text),
+        startup_s=server.startup_s,
+        log=log_name,
+    )
+
+
+def kernels(text: str) -> tuple[str, ...]:
+    """Kernels that the log names, each once, in order; a fall-back of the dense layers is said as well."""
+    named = re.findall(r"(?:Selected|Using) (\w+Kernel) (?:for|to)\b", text)
+    named += re.findall(r"CPU unquantized GEMM dispatch: using ([\w. -]+)", text)
+    if "Failed to create oneDNN linear" in text:
+        named.append("torch linear (oneDNN refused)")
+    return tuple(dict.fromkeys(name.strip() for name in named))
+
+
+def memory(server: Server, disk_bytes: int, peak_bytes: int | None, kv_token_bytes: int) -> Memory:
+    """Weights, KV cache and peak in separate columns. `kv_token_bytes` as of `kv_bytes_per_token`."""
+    text = server.log_text()
+    loaded = re.search(r"Model loading took ([\d.]+) GiB", text)
+    tokens = re.search(r"KV cache size: ([\d,]+) tokens", text)
+    capacity = int(tokens[1].replace(",", "")) if tokens else None
+    return Memory(
+        disk_bytes=disk_bytes,
+        loaded_bytes=int(float(loaded[1]) * GIB) if loaded else None,
+        kv_capacity_tokens=capacity,
+        kv_bytes=capacity * kv_token_bytes if capacity is not None else None,
+        peak_bytes=peak_bytes,
+    )
+
+
+def _find(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text)
+    return None if match is None or match[1] == "None" else match[1]
