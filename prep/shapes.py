@@ -13,8 +13,8 @@ Shape = tuple[int, int]  # (out features, in features), as torch stores a weight
 def linear_shapes(config: Mapping[str, object]) -> dict[str, Shape]:
     """Layer kind (`q_proj`, `experts.down_proj`, ...) -> (out, in).
 
-    Kinds carry Llama's names; a model that fuses them (qkv_proj, gate_up_proj) has the same input widths. The output head
-    is left out: recipes do not quantize it. A config that is no transformer decoder with the usual fields gives {}: not known.
+    Kinds carry Llama's names; a model that fuses them (qkv_proj, gate_up_proj) has the same input widths. The output
+    head is left out: recipes do not quantize it. A config that is no decoder with the usual fields gives {}: not known.
     """
     text = config.get("text_config")
     own = text if isinstance(text, Mapping) else config
@@ -72,7 +72,7 @@ def _feed_forward(config: Mapping[str, object], hidden: int) -> dict[str, Shape]
 
 
 def _some_layers_are_dense(config: Mapping[str, object]) -> bool:
-    """Whether a mixture-of-experts model has plain layers too (DeepSeek, Qwen and Llama 4 each say it their own way)."""
+    """Whether a model of experts has plain layers too (DeepSeek, Qwen and Llama 4 each say it their own way)."""
     every = max(_int(config, "decoder_sparse_step"), _int(config, "interleave_moe_layer_step"))
     return bool(every > 1 or _int(config, "first_k_dense_replace") or config.get("mlp_only_layers"))
 
