@@ -109,9 +109,7 @@ def free_port(host: str, wanted: int) -> int:
             probe.bind(info[4])
             return int(probe.getsockname()[1])
     except PermissionError as error:
-        raise UsageError(
-            f"port {wanted} needs root; use --port 8000 or higher, or --port 0 for any free one"
-        ) from error
+        raise UsageError(f"port {wanted} needs root; use --port 8000, or --port 0 for any free one") from error
     except OSError as error:
         holder = _holder(wanted)
         if holder or "in use" in str(error):
@@ -179,7 +177,7 @@ def _wait_ready(process: subprocess.Popen[bytes], launch: Launch, log: Path, say
     while True:
         if process.poll() is not None:
             raise ServerError(
-                f"{launch.engine} ended with code {process.returncode} before it was ready: {first_error(log)}; log: {log}"
+                f"{launch.engine} ended with code {process.returncode} at start: {first_error(log)}; log: {log}"
             )
         if _healthy(launch):
             return _check_model(launch, log)

@@ -2,7 +2,7 @@
 
 Settings that were measured against plain defaults are in docs/measurements.md. On a CPU:
     threads      every physical core computes; vLLM's own `auto` keeps one for the API server, half of a 2-core machine
-    dtype        float32 where the CPU multiplies no bfloat16 (x86 without AVX-512): there it falls back to a slow kernel
+    dtype        float32 where the CPU multiplies no bfloat16 (x86 without AVX-512): there it has a slow kernel only
     KV cache     a share of the free memory, and at least one request of full length
 On CUDA vLLM's defaults are good; only the memory share is set, so that two servers fit side by side.
 """
@@ -96,8 +96,8 @@ def _kv_cache_bytes(serving: Serving, one_request: int, room: Room) -> int:
     if chosen < max(one_request, GIB):
         fits = int(chosen / one_request * (serving.max_model_len or 0)) if one_request else 0
         raise PreflightError(
-            f"no room for the KV cache: one request of full length needs {one_request / GIB:.2f} GiB and at least 1 GiB "
-            f"is reserved, {chosen / GIB:.2f} GiB is available; set serving.max_model_len"
+            f"no room for the KV cache: one request of full length needs {one_request / GIB:.2f} GiB and at least 1 GiB is "
+            f"reserved, {chosen / GIB:.2f} GiB is available; set serving.max_model_len"
             f"{f' to at most {fits}' if fits else ' lower'}, or free memory"
         )
     return chosen
