@@ -1,0 +1,52 @@
+"""The first gate: does the server compute what the checkpoint says?
+
+Served log-probabilities are compared with the same checkpoint in transformers (float32) on the same tokens. Rounding
+alone moves them, so the limit comes from a measured noise floor: transformers in bfloat16 against float32, on this
+checkpoint and on the baseline. Greedy text is no test: two near-tied tokens swap for no reason.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from qserve.artifacts import Fidelity
+from qserve.eval.quality import Scored
+from qserve.values import Frozen
+
+LIMIT_OVER_FLOOR = 3.0  # kernels sum in another order than transformers: allow thrice what rounding alone does
+SMALLEST_LIMIT = 0.01  # nats; for a floor that is measured as almost nothing
+
+
+class Reference(Frozen):
+    """Log-probabilities of the windows' tokens in transformers, one list a window, in nats."""
+
+    float32: tuple[tuple[float, ...], ...]
+    bfloat16: tuple[tuple[float, ...], ...]
+
+    def floor(self) -> float:
+        """Mean absolute difference that rounding to bfloat16 makes, in nats."""
+        return _mean_gap(self.float32, self.bfloat16)
+
+
+def check(served: Sequence[Scored], own: Reference, baseline: Reference) -> Fidelity:
+    """Compare what is served with the offline checkpoint; windows that the reference lacks are left out."""
+    windows = [tuple(float(x) for x in s.logprobs) for s in served[: len(own.float32)]]
+    error = _mean_gap(windows, own.float32)
+    floor = max(own.floor(), baseline.floor())
+    limit = max(LIMIT_OVER_FLOOR * floor, SMALLEST_LIMIT)
+    return Fidelity(
+        faithful=error <= limit, error=error, floor=floor, limit=limit, tokens=sum(len(w) for w in windows),
+        reference_perplexity=_perplexity(own.float32), served_perplexity=_perplexity(windows),
+    )  # fmt: skip
+
+
+def _mean_gap(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> float:
+    return float(np.mean(np.abs(_flat(a) - _flat(b))))
+
+
+def _perplexity(windows: Sequence[Sequence[float]]) -> float:
+    return float(np.exp(-np.mean(_flat(windows))))
+
+
+def _flat(windows: Sequence[Sequence[float]]) -> np.ndarray:
+    return np.concatenate([np.asarray(window) for window in windows])

@@ -1,0 +1,118 @@
+"""Quality of what is served: perplexity, KL divergence and top-1 agreement on held-out windows.
+
+The live server is teacher-forced: each window of token ids is sent as a prompt with `prompt_logprobs`, so what
+is judged is the kernel and the checkpoint together. Windows are the unit of all standard errors: tokens of one window are not
+independent of each other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+
+from qserve.artifacts import DataRecord, Estimate, Quality
+from qserve.errors import ServerError
+from qserve.eval.endpoint import Endpoint
+
+Window = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One window as a server scores it. The first token has no probability, so there are len(window) - 1 positions.
+
+    logprobs: of the token that stands there, shape (positions,), nats.
+    top: for each position {token id: logprob}, the server's top k and the token that stands there.
+    """
+
+    logprobs: np.ndarray
+    top: tuple[dict[int, float], ...]
+
+
+def score(endpoint: Endpoint, windows: Sequence[Window], top_k: int) -> tuple[Scored, ...]:
+    """Score each window on the live server.
+
+    Raises:
+        ServerError: the server cannot score prompts, or answers with something else.
+    """
+    with httpx.Client(timeout=1800) as client:
+        return tuple(_score_one(client, endpoint, window, top_k) for window in windows)
+
+
+def _score_one(client: httpx.Client, endpoint: Endpoint, window: Window, top_k: int) -> Scored:
+    body = {
+        "model": endpoint.model, "prompt": list(window), "max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k,
+    }  # fmt: skip
+    try:
+        response = client.post(f"{endpoint.url}/v1/completions", json=body)
+    except httpx.HTTPError as error:
+        raise ServerError(f"{endpoint.model} stopped answering while its quality was scored: {error}") from error
+    if response.status_code != 200:
+        raise ServerError(f"{endpoint.model} cannot score prompts (http {response.status_code}): {response.text[:200]}")
+    positions = orjson.loads(response.content)["choices"][0]["prompt_logprobs"][1:]
+    if len(positions) != len(window) - 1:
+        raise ServerError(f"{endpoint.model} scored {len(positions)} of {len(window) - 1} tokens of a window")
+    top = tuple({int(token): float(entry["logprob"]) for token, entry in p.items()} for p in positions)
+    own = np.array([at[token] for at, token in zip(top, window[1:], strict=True)])
+    return Scored(own, top)
+
+
+def kl_divergence(p: dict[int, float], q: dict[int, float]) -> float:
+    """KL(p || q) in nats over the tokens that both list and one bucket for the rest: a lower bound of the full one.
+
+    Merging outcomes never raises a divergence (data-processing inequality), so the bound is safe.
+    """
+    common = sorted(p.keys() & q.keys())
+    lp, lq = np.array([p[t] for t in common]), np.array([q[t] for t in common])
+    inside = float(np.sum(np.exp(lp) * (lp - lq)))
+    rest_p, rest_q = (max(1.0 - float(np.exp(x).sum()), 1e-9) for x in (lp, lq))
+    return max(inside + rest_p * float(np.log(rest_p / rest_q)), 0.0)
+
+
+def mean_of_windows(values: Sequence[float]) -> Estimate:
+    """Mean and its standard error between windows."""
+    se = float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
+    return Estimate(value=float(np.mean(values)), se=se)
+
+
+def perplexity(scored: Sequence[Scored]) -> Estimate:
+    """exp of the mean negative log-likelihood; standard error by the delta method."""
+    nll = mean_of_windows([-float(s.logprobs.mean()) for s in scored])
+    value = float(np.exp(nll.value))
+    return Estimate(value=value, se=None if nll.se is None else value * nll.se)
+
+
+def compare_quality(variant: Sequence[Scored], baseline: Sequence[Scored] | None, made_of: dict[str, Any]) -> Quality:
+    """Quality of a variant, paired window by window with bf16's; without a baseline only the perplexity is known.
+
+    `made_of`: the fields of Quality that describe the text (context_tokens, top_k, bos, data).
+    """
+    ratio = kl = top1 = None
+    if baseline is not None:
+        pairs = list(zip(variant, baseline, strict=True))
+        log_ratio = mean_of_windows([float(b.logprobs.mean() - v.logprobs.mean()) for v, b in pairs])
+        value = float(np.exp(log_ratio.value))
+        ratio = Estimate(value=value, se=None if log_ratio.se is None else value * log_ratio.se)
+        kl = mean_of_windows([_window_mean(kl_divergence, b, v) for v, b in pairs])
+        top1 = mean_of_windows([_window_mean(_same_top, b, v) for v, b in pairs])
+    return Quality(
+        perplexity=perplexity(variant), perplexity_ratio=ratio, kl=kl, top1=top1, windows=len(variant),
+        tokens=sum(len(s.logprobs) for s in variant), **made_of,
+    )  # fmt: skip
+
+
+def _window_mean(measure: Any, p: Scored, q: Scored) -> float:
+    return float(np.mean([measure(a, b) for a, b in zip(p.top, q.top, strict=True)]))
+
+
+def _same_top(p: dict[int, float], q: dict[int, float]) -> float:
+    return float(max(p, key=p.__getitem__) == max(q, key=q.__getitem__))
+
+
+def describe_text(data: DataRecord, tokens: int, top_k: int, bos: int | None) -> dict[str, Any]:
+    """The part of Quality that says what was read."""
+    first = f"token {bos} stands first" if bos is not None else "none: this tokenizer adds none"
+    return {"context_tokens": tokens, "top_k": top_k, "bos": first, "data": data}

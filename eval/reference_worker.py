@@ -1,0 +1,29 @@
+"""Worker: log-probabilities of windows of token ids under a checkpoint, in plain transformers.
+
+Job: {checkpoint: folder, windows: [[id, ...], ...], threads: n}. Result: {float32: [[nats, ...], ...], bfloat16: ...}.
+Quantized weights are expanded by compressed-tensors, activations are rounded as the checkpoint says.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def main(job: dict[str, Any], emit: Any) -> dict[str, Any]:
+    torch.set_num_threads(job["threads"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    result: dict[str, Any] = {}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        emit("progress", text=f"transformers, {name}")
+        model = AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=dtype).to(device).eval()
+        result[name] = [score(model, window, device) for window in job["windows"]]
+    return result
+
+
+@torch.inference_mode()
+def score(model: Any, window: list[int], device: str) -> list[float]:
+    """Log-probability of each token after the first, given those before it."""
+    ids = torch.tensor([window], device=device)
+    logits = model(ids).logits[0, :-1].float()
+    return [float(x) for x in logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]]

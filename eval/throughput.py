@@ -1,0 +1,189 @@
+"""Throughput and latency of a variant beside bf16: alternating blocks, fresh prompts, bounded time.
+
+One level of concurrency:
+    warm up both          one short block each, not counted
+    pair 1                bf16, variant
+    pair 2                variant, bf16      (the order alternates, so that drift does not favour one)
+    ...                   until the recipe's pairs are done or the time is spent; one pair at least
+A block is `concurrency x requests_per_slot` requests in a closed loop, cut after `block_s`. No prompt is ever sent to a
+server twice, so the prefix cache cannot help; the server's own hit counters are shown to prove it.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from qserve.artifacts import LoadSummary, Point
+from qserve.eval.compare import ratio
+from qserve.eval.endpoint import Endpoint
+from qserve.eval.load import LoadRun, Request, Target, run_load, summarize
+from qserve.eval.utilisation import gpu_utilisation
+from qserve.recipe import Bench
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block on one server, with what the server itself counted meanwhile."""
+
+    run: LoadRun
+    server_cpu: float | None  # share of the machine's cores, 0..1
+    gpu: float | None  # mean utilisation, 0..1
+    prefix_queries: float | None  # tokens looked up in the prefix cache
+    prefix_hits: float | None  # tokens found there
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same prompts on both servers."""
+
+    concurrency: int
+    variant: Block
+    baseline: Block
+
+
+class Prompts:
+    """An endless supply of prompts that were never sent before: slices of one long stream of token ids.
+
+    A second round through the stream starts at another offset, so that no two prompts share their first cache block.
+    """
+
+    def __init__(self, stream: np.ndarray, bos: int | None) -> None:
+        self._stream, self._first = stream, () if bos is None else (bos,)
+        self._at = self._round = 0
+
+    def take(self, count: int, tokens: int) -> tuple[tuple[int, ...], ...]:
+        """`count` prompts of exactly `tokens` ids each."""
+        return tuple(self._next(tokens) for _ in range(count))
+
+    def _next(self, tokens: int) -> tuple[int, ...]:
+        size = tokens - len(self._first)
+        if self._at + size > len(self._stream):
+            self._round += 1
+            self._at = 7 * self._round  # a prime step: earlier starts are not met again
+        ids = self._stream[self._at : self._at + size]
+        self._at += size
+        return (*self._first, *(int(i) for i in ids))
+
+
+def measure_level(concurrency: int, arms: tuple[Endpoint, Endpoint], bench: Bench, plan: "Plan") -> Iterator[Pair]:
+    """Pairs at one concurrency, each given as soon as it is done. `arms`: (variant, bf16)."""
+    variant, baseline = arms
+    warm = replace(plan, bench=bench.model_copy(update={"output_tokens": min(8, bench.output_tokens)}))
+    for arm in arms:
+        warm.block(arm, warm.requests(concurrency))
+    for i in range(bench.pairs):
+        started = time.monotonic()
+        requests = plan.requests(concurrency * bench.requests_per_slot)
+        order = (baseline, variant) if i % 2 == 0 else (variant, baseline)
+        blocks = {id(arm): plan.block(arm, requests) for arm in order}
+        yield Pair(concurrency, blocks[id(variant)], blocks[id(baseline)])
+        now = time.monotonic()
+        if now + (now - started) > plan.deadline:
+            return
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all blocks of a variant share. `deadline`: on the monotonic clock; no new pair is begun that would pass it."""
+
+    bench: Bench
+    prompts: Prompts
+    deadline: float
+
+    def requests(self, count: int) -> tuple[Request, ...]:
+        slices = self.prompts.take(count, self.bench.prompt_tokens)
+        return tuple(Request(prompt=ids, max_tokens=self.bench.output_tokens) for ids in slices)
+
+    def block(self, arm: Endpoint, requests: Sequence[Request]) -> Block:
+        """Run one block, then wait until the server is idle again (cut requests are aborted there)."""
+        concurrency = max(1, len(requests) // self.bench.requests_per_slot)
+        before, cpu = arm.metrics(), arm.cpu_s()
+        target = Target(url=arm.url, model=arm.model, usage_each_chunk=True)
+        with gpu_utilisation() as gpu:
+            run = _loop().run_until_complete(run_load(target, requests, concurrency, cut_after_s=self.bench.block_s))
+        cpu = arm.cpu_s() - cpu
+        after = _when_idle(arm)
+        return Block(
+            run=run,
+            server_cpu=cpu / run.wall_s / (os.cpu_count() or 1) if run.wall_s else None,
+            gpu=gpu.mean(),
+            prefix_queries=_grown(before, after, "vllm:prefix_cache_queries_total"),
+            prefix_hits=_grown(before, after, "vllm:prefix_cache_hits_total"),
+            memory_bytes=arm.memory_bytes(),
+        )
+
+
+_LOOPS: list[asyncio.AbstractEventLoop] = []
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """One event loop for all blocks, the fast one where it is installed."""
+    if not _LOOPS:
+        try:
+            import uvloop
+
+            _LOOPS.append(uvloop.new_event_loop())
+        except ImportError:
+            _LOOPS.append(asyncio.new_event_loop())
+    return _LOOPS[0]
+
+
+def _when_idle(arm: Endpoint, patience_s: float = 60) -> dict[str, float]:
+    """Metrics of the server once nothing runs or waits there."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        now = arm.metrics()
+        busy = now.get("vllm:num_requests_running", 0) + now.get("vllm:num_requests_waiting", 0)
+        if not busy or time.monotonic() > deadline:
+            return now
+        time.sleep(0.2)
+
+
+def _grown(before: dict[str, float], after: dict[str, float], name: str) -> float | None:
+    return after[name] - before.get(name, 0.0) if name in after else None
+
+
+# --- from pairs to points ----------
+def point(pairs: Sequence[Pair], planned: int) -> Point:
+    """Pool the pairs of one concurrency and compare them, pair by pair."""
+    note = None
+    if len(pairs) < planned:
+        note = f"{len(pairs)} of {planned} pairs: the variant's time was spent"
+    each = [(summarize([p.variant.run]), summarize([p.baseline.run])) for p in pairs]
+    return Point(
+        concurrency=pairs[0].concurrency,
+        variant=pool([p.variant for p in pairs]),
+        baseline=pool([p.baseline for p in pairs]),
+        throughput=ratio([(v.output_tokens_per_s, b.output_tokens_per_s) for v, b in each], higher_is_faster=True),
+        ttft=ratio([(v.ttft_s.mean, b.ttft_s.mean) for v, b in each], higher_is_faster=False),
+        itl=ratio([(v.itl_s.mean, b.itl_s.mean) for v, b in each], higher_is_faster=False),
+        note=note,
+    )
+
+
+def pool(blocks: Sequence[Block]) -> LoadSummary:
+    """One summary of several blocks, with the server's own counts."""
+    queries = [b.prefix_queries for b in blocks if b.prefix_queries is not None]
+    hits = [b.prefix_hits for b in blocks if b.prefix_hits is not None]
+    hit_rate = sum(hits) / sum(queries) if queries and sum(queries) else None
+    summary = summarize([b.run for b in blocks])
+    update: dict[str, object] = {
+        "server_cpu": _mean([b.server_cpu for b in blocks]),
+        "gpu": _mean([b.gpu for b in blocks]),
+        "prefix_cache_hit_rate": hit_rate,
+    }
+    if hit_rate is not None and hit_rate > 0.05 and summary.valid:
+        update |= {"valid": False, "problem": f"{hit_rate:.0%} of the prompt tokens came from the prefix cache"}
+    return summary.model_copy(update=update)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
