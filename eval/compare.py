@@ -1,7 +1,7 @@
 """Compare by pairs: a ratio is never made from two sweeps that ran one after the other.
 
-A pair is one block on bf16 and one on the variant, with the same prompts, close in time. Drift of the machine hits both,
-so the ratio within a pair is steadier than either figure. The pairs' log ratios give a t interval.
+A pair is one block on bf16 and one on the variant, with the same prompts, close in time. Drift of the machine hits
+both, so the ratio within a pair is steadier than either figure. The pairs' log ratios give a t interval.
 """
 
 import math
@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from qserve.artifacts import Ratio, Verdict
 
 # two-sided 95 % quantiles of Student's t by degrees of freedom (any statistics handbook); 1.96 above 30
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-        2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
+T_95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
 
 
 def ratio(pairs: Sequence[tuple[float | None, float | None]], *, higher_is_faster: bool) -> Ratio | None:

@@ -1,8 +1,8 @@
 """Quality of what is served: perplexity, KL divergence and top-1 agreement on held-out windows.
 
-The live server is teacher-forced: each window of token ids is sent as a prompt with `prompt_logprobs`, so what
-is judged is the kernel and the checkpoint together. Windows are the unit of all standard errors: tokens of one window are not
-independent of each other.
+The live server is teacher-forced: each window of token ids is sent as a prompt with `prompt_logprobs`, so what is
+judged is the kernel and the checkpoint together. Windows are the unit of all standard errors: the tokens of one window
+are not independent of each other.
 """
 
 from collections.abc import Sequence

@@ -72,17 +72,16 @@ class Prompts:
         return (*self._first, *(int(i) for i in ids))
 
 
-def measure_level(concurrency: int, arms: tuple[Endpoint, Endpoint], bench: Bench, plan: "Plan") -> Iterator[Pair]:
-    """Pairs at one concurrency, each given as soon as it is done. `arms`: (variant, bf16)."""
+def measure_level(concurrency: int, arms: tuple[Endpoint, Endpoint], plan: "Plan") -> Iterator[Pair]:
+    """Pairs at one concurrency, each given as soon as it is done. `arms`: (variant, bf16), both up."""
     variant, baseline = arms
-    warm = replace(plan, bench=bench.model_copy(update={"output_tokens": min(8, bench.output_tokens)}))
     for arm in arms:
-        warm.block(arm, warm.requests(concurrency))
-    for i in range(bench.pairs):
+        plan.warm_up(arm, concurrency)
+    for i in range(plan.bench.pairs):
         started = time.monotonic()
-        requests = plan.requests(concurrency * bench.requests_per_slot)
+        requests = plan.requests(concurrency)
         order = (baseline, variant) if i % 2 == 0 else (variant, baseline)
-        blocks = {id(arm): plan.block(arm, requests) for arm in order}
+        blocks = {id(arm): plan.block(arm, requests, concurrency) for arm in order}
         yield Pair(concurrency, blocks[id(variant)], blocks[id(baseline)])
         now = time.monotonic()
         if now + (now - started) > plan.deadline:
@@ -91,19 +90,25 @@ def measure_level(concurrency: int, arms: tuple[Endpoint, Endpoint], bench: Benc
 
 @dataclass(frozen=True)
 class Plan:
-    """What all blocks of a variant share. `deadline`: on the monotonic clock; no new pair is begun that would pass it."""
+    """What all blocks of a level share. `deadline`: on the monotonic clock; no pair is begun that would pass it."""
 
     bench: Bench
     prompts: Prompts
     deadline: float
 
-    def requests(self, count: int) -> tuple[Request, ...]:
+    def requests(self, concurrency: int) -> tuple[Request, ...]:
+        """Fresh requests for one block."""
+        count = concurrency * self.bench.requests_per_slot
         slices = self.prompts.take(count, self.bench.prompt_tokens)
         return tuple(Request(prompt=ids, max_tokens=self.bench.output_tokens) for ids in slices)
 
-    def block(self, arm: Endpoint, requests: Sequence[Request]) -> Block:
+    def warm_up(self, arm: Endpoint, concurrency: int) -> None:
+        """A short block that counts for nothing: shapes are compiled, buffers are touched."""
+        short = [replace(r, max_tokens=min(8, r.max_tokens)) for r in self.requests(concurrency)[:concurrency]]
+        self.block(arm, short, concurrency)
+
+    def block(self, arm: Endpoint, requests: Sequence[Request], concurrency: int) -> Block:
         """Run one block, then wait until the server is idle again (cut requests are aborted there)."""
-        concurrency = max(1, len(requests) // self.bench.requests_per_slot)
         before, cpu = arm.metrics(), arm.cpu_s()
         target = Target(url=arm.url, model=arm.model, usage_each_chunk=True)
         with gpu_utilisation() as gpu:

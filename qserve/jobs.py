@@ -5,11 +5,13 @@ path of the log. Leaving `run_job` by any way, Ctrl-C included, leaves no proces
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import selectors
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -55,7 +57,7 @@ def run_job(job: Job, progress: Progress = lambda event: None) -> dict[str, Any]
             process = subprocess.Popen(
                 [str(job.python), str(FRAME), str(job.worker), str(job_path), str(result_path)],
                 stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL,
-                env={**os.environ, **job.env}, start_new_session=True,
+                env={**os.environ, **job.env}, start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
             try:
                 peak, error = _follow(process, job, progress)
@@ -99,6 +101,12 @@ def _follow(process: subprocess.Popen[bytes], job: Job, progress: Progress) -> t
                 last_sign, last_seen = time.monotonic(), seen
             if time.monotonic() - last_sign > job.silence_s:
                 raise WorkerError(f"{job.name}: no sign of life for {job.silence_s:.0f} s, stopped; log: {job.log}")
+
+
+def die_with_parent() -> None:
+    """For a child, before its program starts: Linux ends it if this process is killed without a chance to clean up."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _usage(pid: int) -> tuple[int, float] | None:

@@ -9,7 +9,6 @@ Whatever ends the block, an exception or Ctrl-C included, nothing of the server 
 """
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -27,7 +26,7 @@ import httpx
 import psutil
 
 from qserve.errors import ServerError, UsageError
-from qserve.jobs import group_members, kill_group
+from qserve.jobs import die_with_parent, group_members, kill_group
 
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -121,7 +120,12 @@ def free_port(host: str, wanted: int) -> int:
 def _holder(port: int) -> str | None:
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr[1] == port and connection.pid:
+            if (
+                connection.status == psutil.CONN_LISTEN
+                and connection.laddr
+                and connection.laddr.port == port
+                and connection.pid
+            ):
                 return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
     return None
 
@@ -138,7 +142,7 @@ def running(launch: Launch, log: Path, say: Say) -> Iterator[Server]:
     with log.open("wb") as out:
         process = subprocess.Popen(
             launch.argv, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            env={**os.environ, **launch.env}, start_new_session=True, preexec_fn=_die_with_parent,
+            env={**os.environ, **launch.env}, start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
     try:
         _wait_ready(process, launch, log, say)
@@ -149,12 +153,6 @@ def running(launch: Launch, log: Path, say: Say) -> Iterator[Server]:
             process.wait()
         if not gone:
             say(f"warning: processes {group_members(process.pid)} of the stopped server are still there")
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to end the server if this process is killed without a chance to clean up."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 @contextmanager

@@ -7,15 +7,17 @@ Settings that were measured against plain defaults are in docs/measurements.md. 
 On CUDA vLLM's defaults are good; only the memory share is set, so that two servers fit side by side.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
 from qserve.artifacts import Machine, Memory, ServerFacts
 from qserve.errors import PreflightError
 from qserve.machine import core_ids
-from qserve.recipe import Serving
+from qserve.recipe import Awq, Bf16, Fp8, Gptq, Serving, Variant
 from qserve.serve.server import Launch, Server
 
 GIB = 2**30
@@ -96,8 +98,8 @@ def _kv_cache_bytes(serving: Serving, one_request: int, room: Room) -> int:
     if chosen < max(one_request, GIB):
         fits = int(chosen / one_request * (serving.max_model_len or 0)) if one_request else 0
         raise PreflightError(
-            f"no room for the KV cache: one request of full length needs {one_request / GIB:.2f} GiB and at least 1 GiB is "
-            f"reserved, {chosen / GIB:.2f} GiB is available; set serving.max_model_len"
+            f"no room for the KV cache: a request of full length needs {one_request / GIB:.2f} GiB, at least 1 GiB is "
+            f"reserved, and {chosen / GIB:.2f} GiB is available; set serving.max_model_len"
             f"{f' to at most {fits}' if fits else ' lower'}, or free memory"
         )
     return chosen
@@ -137,6 +139,41 @@ def _env(settings: Settings) -> dict[str, str]:
     if settings.kv_cache_bytes is not None:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_bytes // GIB)
     return env
+
+
+def read_config(folder: Path) -> dict[str, object]:
+    """The checkpoint's config.json."""
+    config: dict[str, object] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def unservable(variant: Variant, machine: Machine) -> str | None:
+    """Why the locked vLLM has no kernel for this format on this machine; None where it has one."""
+    x86_without_avx512 = machine.flavour == "cpu" and "avx2" in machine.isa and "avx512f" not in machine.isa
+    match variant:
+        case Awq() | Gptq(activations="none") if x86_without_avx512:
+            return (
+                "vLLM's build for CPUs without AVX-512 has no kernel for 4-bit weights; serve it on a GPU or on a CPU "
+                "with AVX-512"
+            )
+        case Gptq(activations="none", bits=8) if machine.flavour == "cpu":
+            return "vLLM's CPU kernel takes 4-bit weights only; use bits: 4, or activations: int8"
+        case Bf16() | Awq() | Gptq() | Fp8():
+            return None
+    assert_never(variant)
+
+
+def curl_line(server: Server, folder: Path) -> str:
+    """A request to paste: a chat where the checkpoint has a chat template, else a completion."""
+    template = (folder / "chat_template.jinja").exists()
+    tokenizer = folder / "tokenizer_config.json"
+    ask: dict[str, object]
+    if template or (tokenizer.exists() and "chat_template" in tokenizer.read_text(encoding="utf-8")):
+        route, ask = "chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    else:
+        route, ask = "completions", {"prompt": "The capital of France is"}
+    body = json.dumps({"model": server.model, **ask, "max_tokens": 64})
+    return f"curl {server.url}/v1/{route} -H 'Content-Type: application/json' -d '{body}'"
 
 
 # --- what the log says ----------

