@@ -21,9 +21,9 @@ def main(job: dict[str, Any], emit: Any) -> dict[str, Any]:
     return result
 
 
-@torch.inference_mode()
 def score(model: Any, window: list[int], device: str) -> list[float]:
     """Log-probability of each token after the first, given those before it."""
     ids = torch.tensor([window], device=device)
-    logits = model(ids).logits[0, :-1].float()
+    with torch.inference_mode():
+        logits = model(ids).logits[0, :-1].float()
     return [float(x) for x in logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]]

@@ -9,7 +9,6 @@ A block is `concurrency x requests_per_slot` requests in a closed loop, cut afte
 server twice, so the prefix cache cannot help; the server's own hit counters are shown to prove it.
 """
 
-import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,8 @@ import numpy as np
 from qserve.artifacts import LoadSummary, Point
 from qserve.eval.compare import ratio
 from qserve.eval.endpoint import Endpoint
-from qserve.eval.load import LoadRun, Request, Target, run_load, summarize
+from qserve.eval.load import LoadRun, Request, Target, run, run_load
+from qserve.eval.summary import summarize
 from qserve.eval.utilisation import gpu_utilisation
 from qserve.recipe import Bench
 
@@ -112,32 +112,17 @@ class Plan:
         before, cpu = arm.metrics(), arm.cpu_s()
         target = Target(url=arm.url, model=arm.model, usage_each_chunk=True)
         with gpu_utilisation() as gpu:
-            run = _loop().run_until_complete(run_load(target, requests, concurrency, cut_after_s=self.bench.block_s))
+            done = run(run_load(target, requests, concurrency, cut_after_s=self.bench.block_s))
         cpu = arm.cpu_s() - cpu
         after = _when_idle(arm)
         return Block(
-            run=run,
-            server_cpu=cpu / run.wall_s / (os.cpu_count() or 1) if run.wall_s else None,
+            run=done,
+            server_cpu=cpu / done.wall_s / (os.cpu_count() or 1) if done.wall_s else None,
             gpu=gpu.mean(),
             prefix_queries=_grown(before, after, "vllm:prefix_cache_queries_total"),
             prefix_hits=_grown(before, after, "vllm:prefix_cache_hits_total"),
             memory_bytes=arm.memory_bytes(),
         )
-
-
-_LOOPS: list[asyncio.AbstractEventLoop] = []
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    """One event loop for all blocks, the fast one where it is installed."""
-    if not _LOOPS:
-        try:
-            import uvloop
-
-            _LOOPS.append(uvloop.new_event_loop())
-        except ImportError:
-            _LOOPS.append(asyncio.new_event_loop())
-    return _LOOPS[0]
 
 
 def _when_idle(arm: Endpoint, patience_s: float = 60) -> dict[str, float]:

@@ -23,7 +23,7 @@ from qserve import __version__
 from qserve.artifacts import Artifact, DataParts, Machine, Point, Report, VariantResult
 from qserve.errors import QserveError, ServerError, UsageError
 from qserve.eval import fidelity, quality, throughput
-from qserve.eval.load import write_requests
+from qserve.eval.load import LabelledRecord, write_requests
 from qserve.eval.report import write_report
 from qserve.eval.throughput import Pair, Plan, Prompts
 from qserve.jobs import Job, run_job
@@ -101,7 +101,7 @@ def run_bench(inputs: Inputs) -> Path:
         inputs.say(step)
     parts = [Part.read(_part_path(context.run, p.variant)) for p in inputs.prepared]
     report = _assemble(context, parts, time.monotonic() - started)
-    write_requests(context.run / "requests.parquet", list(_rows(parts)))
+    write_requests(context.run / "requests.parquet", _rows(parts))
     write_report(report, context.run)
     report.write(context.run / "measurements.json")
     return context.run
@@ -184,8 +184,10 @@ def _fit_together(inputs: Inputs) -> bool:
     need = 2 * (2 * _heaviest(inputs) + 3 * vllm.GIB)
     if inputs.machine.flavour == "cuda":
         need = round(2 * (1.2 * _heaviest(inputs) + 3 * vllm.GIB))
-        return need <= 0.9 * (inputs.machine.gpu_memory_bytes or 0) * inputs.recipe.serving.tensor_parallel
-    return need <= psutil.virtual_memory().available
+        room = (inputs.machine.gpu_memory_bytes or 0) * inputs.recipe.serving.tensor_parallel
+        return need <= 0.9 * room
+    available: int = psutil.virtual_memory().available
+    return need <= available
 
 
 def _part_path(run: Path, variant: str) -> Path:
@@ -399,11 +401,10 @@ def _baseline_points(bench: Bench, parts: list[Part]) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def _rows(parts: list[Part]) -> Iterator[tuple[dict[str, object], object]]:
-    """(labels, request record) of every request that was sent in a counted block."""
+def _rows(parts: list[Part]) -> Iterator[LabelledRecord]:
+    """Every request that was sent in a counted block."""
     for part in parts:
         for n, pair in enumerate(part.blocks()):
-            for arm, block in ((part.result.name, pair.variant), (BASELINE, pair.baseline)):
-                labels = {"variant": part.result.name, "arm": arm, "concurrency": pair.concurrency, "block": n}
+            for arm, block in (("variant", pair.variant), ("baseline", pair.baseline)):
                 for record in block.run.records:
-                    yield labels, record
+                    yield LabelledRecord(part.result.name, arm, pair.concurrency, n, record)
