@@ -52,7 +52,7 @@ class LoadRun:
     """One closed loop. A request that the cut kept from being sent has no record."""
 
     concurrency: int  # asked for
-    records: tuple[RequestRecord, ...]  # by index
+    records: tuple[RequestRecord, ...] = field(repr=False)  # by index; thousands of them
     wall_s: float  # from the first send to the last byte, or to the cut
     delivered_concurrency: float | None  # mean requests in flight while there was work left to send
     client_cpu_s: float  # of this process, all threads

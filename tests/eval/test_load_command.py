@@ -1,5 +1,7 @@
 """`qserve load` against a scripted server: which requests it sends, and what it says of servers that it cannot use."""
 
+import asyncio
+
 import pytest
 from fake_openai import Call, serving
 
@@ -11,6 +13,7 @@ from qserve.eval.null_server import null_server
 
 
 async def good(call: Call) -> None:
+    await asyncio.sleep(0.02)  # so that the client's own share of the time is small
     await call.answer()
 
 
