@@ -1,0 +1,192 @@
+"""Worker: quantize one checkpoint with llm-compressor. Imports nothing of qserve; runs in its own environment.
+
+job: source (bf16 folder), out (folder), calibration (JSON file of token-id lists, or None), samples, dtype ("float32" or
+"bfloat16", in which calibration computes), threads, modifiers (list of AWQ, GPTQ and plain settings), ignore, weights and
+input_activations (fields of compressed-tensors' QuantizationArgs).
+
+Weights are quantized against scales that are already rounded to bfloat16, because that is how they are stored and served.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from llmcompressor import oneshot
+from llmcompressor.core import LifecycleCallbacks
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQModifier
+from llmcompressor.observers.base import Observer
+from llmcompressor.pipelines.cache import IntermediatesCache
+from llmcompressor.pipelines.sequential import pipeline as sequential
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+Emit = Callable[..., None]
+BATCH_TOKENS = 2048
+
+
+def main(job: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    torch.set_num_threads(job["threads"])
+    if not torch.accelerator.is_available():
+        IntermediatesCache.pin_memory = lambda *_: None  # it asks for an accelerator that is not there
+    _round_scales()
+    fallback = _collect_fallback()
+    _report_layers(emit)
+    emit("step", text="loading the model")
+    model = AutoModelForCausalLM.from_pretrained(job["source"], dtype=getattr(torch, job["dtype"]))
+    _refuse_broken_weights(model)
+    if torch.accelerator.is_available() and job["calibration"] is None:
+        model.to(torch.accelerator.current_accelerator())
+    oneshot(model=model, recipe=_modifiers(job), **_calibration(job))
+    targets = sorted(name for name, module in model.named_modules() if _is_quantized(module))
+    if not targets:
+        raise ValueError("no layer matched: the variant would not be quantized at all")
+    _refuse_mostly_rounded(fallback, len(targets), job["max_fallback"])
+    emit("step", text="saving")
+    _store_as_bf16(model)
+    model.save_pretrained(job["out"], save_compressed=True, max_shard_size="5GB")
+    del model
+    emit("step", text="loading the result")
+    return {"targets": targets, "fallback": sorted(set(fallback)), "forward": _forward(job["out"])}
+
+
+def _modifiers(job: dict[str, Any]) -> list[Any]:
+    """The recipe, with every scheme spelled out: no preset that a release could change."""
+    activations = job["input_activations"]
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=QuantizationArgs(**job["weights"]),
+        input_activations=QuantizationArgs(**activations) if activations else None,
+    )
+    common = {"config_groups": {"group_0": scheme}, "ignore": job["ignore"]}
+    match job["method"]:
+        case "awq":
+            return [AWQModifier(n_grid=job["grid"]), QuantizationModifier(**common)]
+        case "gptq":
+            actorder = job["weights"].get("actorder")
+            return [GPTQModifier(dampening_frac=job["dampening"], actorder=actorder, **common)]
+        case "fp8":
+            return [QuantizationModifier(**common)]
+        case other:
+            raise ValueError(f"unknown method {other!r}")
+
+
+def _calibration(job: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `oneshot` that hand it the samples. Samples of one length share a batch, so nothing is padded."""
+    if job["calibration"] is None:
+        return {}
+    samples = json.loads(Path(job["calibration"]).read_text())[: job["samples"]]
+    batches = list(_batches(samples))
+    loader: Any = DataLoader(
+        batches,  # type: ignore[arg-type]
+        batch_size=None,
+        collate_fn=lambda ids: {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids), len(ids[0]))},
+    )
+    return {"dataset": loader, "num_calibration_samples": len(batches)}
+
+
+def _batches(samples: list[list[int]]) -> Iterator[list[list[int]]]:
+    """Samples of equal length together, up to BATCH_TOKENS: a batch each costs a thread wake-up for every operation."""
+    by_length: dict[int, list[list[int]]] = {}
+    for ids in samples:
+        by_length.setdefault(len(ids), []).append(ids)
+    for length, group in by_length.items():
+        size = max(1, BATCH_TOKENS // length)
+        yield from (group[start : start + size] for start in range(0, len(group), size))
+
+
+def _round_scales() -> None:
+    """Round every scale to bfloat16 when it is computed, so that rounding of weights sees the scale that is stored."""
+    original = Observer.get_qparams
+
+    def rounded(self: Any) -> Any:
+        found = original(self)
+        return {**found, "scale": found["scale"].to(torch.bfloat16).to(found["scale"].dtype)}
+
+    Observer.get_qparams = rounded
+
+
+def _collect_fallback() -> list[str]:
+    """Names of the modules that GPTQ rounds to nearest because their Hessian cannot be factored; it fills as it runs.
+
+    llm-compressor only logs a summary, then clears its list.
+    """
+    names: list[str] = []
+    original = GPTQModifier._log_rtn_fallback_summary
+
+    def summary(self: Any) -> None:
+        names.extend(self._rtn_fallback_module_names)
+        original(self)
+
+    GPTQModifier._log_rtn_fallback_summary = summary
+    return names
+
+
+def _refuse_mostly_rounded(fallback: list[str], layers: int, limit: float) -> None:
+    share = len(set(fallback)) / layers
+    if share > limit:
+        raise ValueError(
+            f"GPTQ rounded {len(set(fallback))} of {layers} layers to nearest, because their Hessian could not be factored "
+            f"(limit {limit:.0%}); use more and more varied calibration samples, or a larger dampening"
+        )
+
+
+def _report_layers(emit: Emit) -> None:
+    """Emit `layer` events: how many of the model's sequential parts are done."""
+    total, done = [0], [0]
+    trace, end = sequential.trace_subgraphs, LifecycleCallbacks.sequential_epoch_end
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        parts = trace(*args, **kwargs)
+        total[0], done[0] = len(parts), 0
+        return parts
+
+    def ended(*args: Any, **kwargs: Any) -> Any:
+        out = end(*args, **kwargs)
+        done[0] += 1
+        if total[0]:
+            emit("layer", done=done[0], total=total[0])
+        return out
+
+    sequential.trace_subgraphs = traced
+    LifecycleCallbacks.sequential_epoch_end = ended
+
+
+def _refuse_broken_weights(model: Any) -> None:
+    for name, tensor in model.named_parameters():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"the source weight {name} holds NaN or infinity")
+
+
+def _is_quantized(module: Any) -> bool:
+    scheme = getattr(module, "quantization_scheme", None)
+    return isinstance(module, torch.nn.Linear) and scheme is not None and scheme.weights is not None
+
+
+def _store_as_bf16(model: Any) -> None:
+    """Cast everything but the weights that are still to be packed, and say so in the config."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype == torch.float32 and not (name == "weight" and _is_quantized(module)):
+                parameter.data = parameter.data.to(torch.bfloat16)
+    model.config.dtype = torch.bfloat16
+
+
+def _forward(folder: str) -> dict[str, float]:
+    """Load what was written, as a user would, and run it on 16 ids. Raises if it does not load or is not finite."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    wrong = {key: sorted(info[key])[:3] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(key)}
+    if wrong:
+        raise ValueError(f"the written checkpoint does not load cleanly: {wrong}")
+    ids = torch.arange(16).remainder(model.config.get_text_config().vocab_size)[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits.float()
+    spread = float(logits.std())
+    if not math.isfinite(spread) or spread == 0:
+        raise ValueError("the written checkpoint gives logits that are not finite, or all the same")
+    return {"logit_std": spread}
