@@ -157,6 +157,8 @@ async def connect(address: Address, listener: Listener) -> Connection:
         _, connection = await loop.create_connection(
             lambda: Connection(listener), address.host, address.port, ssl=address.tls
         )
+    if not connection.open:
+        raise ConnectionResetError
     return connection
 
 

@@ -37,7 +37,7 @@ class RequestRecord:
     sent_s: float  # since the first send of the run
     ttft_s: float | None  # from send to the first delta with text, reasoning or a tool call
     e2e_s: float | None  # from send to the last byte, to the failure or to the cut
-    itl_s: tuple[float, ...]  # between successive deltas
+    itl_s: tuple[float, ...]  # between successive deltas; 0 for those that came in one read
     deltas: int
     prompt_tokens: int | None  # the server's usage counts
     output_tokens: int | None
@@ -79,7 +79,7 @@ DEFINITIONS = {
     "sent_s": "send time, since the block's first send",
     "ttft_s": "send to first delta with text, reasoning or a tool call; null if there was none",
     "e2e_s": "send to last byte, to the failure or to the cut",
-    "itl_s": "times between successive deltas",
+    "itl_s": "times between successive deltas; 0 for deltas that came in one read",
     "deltas": "deltas with text, reasoning or a tool call",
     "prompt_tokens": "server's usage count; null if it sent none",
     "output_tokens": "server's usage count; null if it sent none",

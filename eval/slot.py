@@ -120,7 +120,7 @@ class Slot:
         self.close()
         if self._job:
             self._load.add(self._job, self._answer, (self.sent_s, now_s), outcome)
-            self._job = self._load.take()
+            self._job, self._retried = self._load.take(), False
         self._wake.set()
 
     def overdue(self, now_s: float) -> bool:
@@ -148,8 +148,7 @@ class Slot:
             self._retried = True  # the server had closed the idle connection: it never saw this request
             self._wake.set()
             return
-        self._retried = False
-        self._job = self._load.take()
+        self._job, self._retried = self._load.take(), False
         if self._job and connection.open:
             self._send(connection)
         else:
@@ -164,7 +163,6 @@ def _outcome(response: Response, answer: Answer, now_s: float, problem: str | No
         return f"http {response.status}" if response.status else str(problem)
     if "text/event-stream" not in response.headers.get("content-type", "text/event-stream"):
         return "not an event stream"
-    wrong = answer.end(now_s)
-    if problem and not answer.done and not answer.problem:
+    if problem and not answer.done and not answer.problem:  # a half event at the end is no event
         return "stream ended early" if problem == "connection closed" else problem
-    return wrong or "ok"
+    return answer.end(now_s) or "ok"

@@ -141,13 +141,16 @@ def test_a_stream_that_breaks_off_is_no_success() -> None:
             await call.text(" a")
         if call.number == 1:  # politely
             await call.raw(b"0\r\n\r\n")
+        elif call.number == 2:  # in the middle of an event
+            await call.raw(b'ff\r\ndata: {"choi')
+            call.writer.close()
         else:
             call.writer.close()
 
     with serving(script) as fake:
-        result = load(fake.url, count=2, tokens=64)
-    assert outcomes(result) == {"stream ended early": 2}
-    assert [record.deltas for record in result.records] == [3, 3]
+        result = load(fake.url, count=3, tokens=64)
+    assert outcomes(result) == {"stream ended early": 3}
+    assert [record.deltas for record in result.records] == [3, 3, 3]
     summary = summarize([result])
     assert not summary.valid and summary.ok == 0
     assert summary.output_tokens_per_s is summary.requests_per_s is summary.ttft_s.mean is summary.e2e_s.p50 is None
@@ -223,6 +226,20 @@ def test_nobody_listens() -> None:
     summary = summarize([result])
     assert not summary.valid and summary.problem is not None and "connection refused" in summary.problem
     assert summary.output_tokens_per_s is None and summary.ttft_s.p50 is None
+
+
+def test_a_port_that_hangs_up_at_once_does_not_hang_the_client() -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async def main() -> LoadRun:
+        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            return await run_load(Target(url, "fake"), [Request(PROMPT, 4)] * 9, 3, timeout_s=5)
+
+    result = run(main())
+    assert set(outcomes(result)) <= {"connection reset", "connection closed"} and len(result.records) == 9
+    assert result.wall_s < 2
 
 
 # --- connections ----------
