@@ -1,0 +1,107 @@
+"""vLLM's settings, command and log, without starting it: the CUDA flavour is checked here as text."""
+
+from pathlib import Path
+
+import pytest
+
+from qserve.artifacts import Machine
+from qserve.errors import PreflightError
+from qserve.recipe import Awq, Bf16, Fp8, Gptq, Serving
+from qserve.serve import vllm
+
+GIB = 2**30
+SMOLLM2 = {
+    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "num_hidden_layers": 30, "hidden_size": 576,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+ZEN3 = Machine(flavour="cpu", cpu="c", cores=2, isa=("avx2",), memory_bytes=24 * GIB)
+ZEN4 = Machine(flavour="cpu", cpu="c", cores=2, isa=("avx2", "avx512f", "avx512_bf16"), memory_bytes=24 * GIB)
+H100 = Machine(
+    flavour="cuda", cpu="c", cores=8, isa=("avx2", "avx512f"), memory_bytes=64 * GIB, gpus=("H100",),
+    gpu_memory_bytes=80 * GIB, gpu_capability="9.0",
+)  # fmt: skip
+
+
+def room(servers: int = 1, free: int = 20 * GIB) -> vllm.Room:
+    return vllm.Room(servers, free, 269_000_000)
+
+
+def test_kv_bytes_per_token() -> None:
+    assert vllm.kv_bytes_per_token(SMOLLM2, "bfloat16") == 23_040
+    assert vllm.kv_bytes_per_token(SMOLLM2, "float32") == 46_080
+
+
+@pytest.mark.parametrize(("machine", "dtype"), [(ZEN3, "float32"), (ZEN4, "bfloat16"), (H100, "bfloat16")])
+def test_dtype_follows_the_machine(machine: Machine, dtype: str) -> None:
+    assert vllm.choose_settings(Serving(), SMOLLM2, machine, room()).dtype == dtype
+
+
+def test_two_servers_share_what_one_would_have() -> None:
+    one = vllm.choose_settings(Serving(), SMOLLM2, ZEN4, room(1)).kv_cache_bytes
+    two = vllm.choose_settings(Serving(), SMOLLM2, ZEN4, room(2)).kv_cache_bytes
+    assert one is not None
+    assert two is not None
+    assert GIB <= two < one <= 0.5 * 20 * GIB
+    assert vllm.choose_settings(Serving(), SMOLLM2, H100, room(2)).memory_share == 0.45
+    assert vllm.choose_settings(Serving(), SMOLLM2, H100, room(1)).memory_share == 0.9
+
+
+def test_a_length_that_does_not_fit_says_which_does() -> None:
+    tall = Serving(max_model_len=100_000, kv_cache_gib=1, dtype="bfloat16")
+    with pytest.raises(PreflightError, match=r"needs 2\.15 GiB.*1\.00 GiB is available.*at most 46603"):
+        vllm.choose_settings(tall, SMOLLM2, ZEN4, room())
+
+
+def test_no_memory_no_server() -> None:
+    with pytest.raises(PreflightError, match=r"0\.00 GiB is available"):
+        vllm.choose_settings(Serving(), SMOLLM2, ZEN4, room(free=3 * GIB))
+
+
+def test_the_cpu_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "core_ids", lambda: (0, 1))
+    serving = Serving(max_model_len=2048, compile="off", prefix_caching=False, kv_cache_gib=2)
+    settings = vllm.choose_settings(serving, SMOLLM2, ZEN3, room())
+    launch = vllm.launch_vllm(Path("/env/bin/python"), Path("/ck pt/awq"), "awq", settings, ("127.0.0.1", 8000))
+    text = " ".join(launch.argv)
+    assert text.startswith("/env/bin/python -m vllm.entrypoints.openai.api_server --model /ck pt/awq ")
+    assert "--served-model-name awq --host 127.0.0.1 --port 8000 --dtype float32 --max-model-len 2048" in text
+    assert "--no-enable-prefix-caching" in text
+    assert "--enforce-eager" in text
+    assert "--gpu-memory-utilization" not in text
+    assert launch.env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
+    assert launch.env["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert launch.env["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_cuda_command() -> None:
+    settings = vllm.choose_settings(Serving(tensor_parallel=2), SMOLLM2, H100, room(2))
+    launch = vllm.launch_vllm(Path("python"), Path("/c"), "fp8", settings, ("0.0.0.0", 9))
+    text = " ".join(launch.argv)
+    assert "--dtype bfloat16 --max-model-len 8192 --tensor-parallel-size 2" in text
+    assert "--gpu-memory-utilization 0.45" in text
+    assert "--enforce-eager" not in text
+    assert "--enable-prefix-caching" in text
+    assert not {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"} & set(launch.env)
+
+
+def test_what_this_machine_has_no_kernel_for() -> None:
+    four_bits = (Awq(method="awq"), Gptq(method="gptq"))
+    served = (Bf16(), Fp8(method="fp8"), Gptq(method="gptq", bits=8, activations="int8"))
+    assert all("no kernel for 4-bit weights" in (vllm.unservable(v, ZEN3) or "") for v in four_bits)
+    assert [vllm.unservable(v, ZEN3) for v in served] == [None, None, None]
+    assert [vllm.unservable(v, m) for v in (*four_bits, *served) for m in (ZEN4, H100)] == [None] * 10
+    assert "4-bit weights only" in (vllm.unservable(Gptq(method="gptq", bits=8), ZEN4) or "")
+
+
+LOG = """
+(EngineCore pid=1) INFO [core.py:1] Initializing a V1 LLM engine (v0.32.0) with config: model='m', dtype=torch.float32, x, quantization=compressed-tensors, y
+(Worker pid=2) INFO Selected CPUInt8ScaledMMLinearKernel for CompressedTensorsW8A8Int8
+(Worker pid=2) INFO Selected CPUInt8ScaledMMLinearKernel for CompressedTensorsW8A8Int8
+(Worker pid=2) WARNING [utils.py:597] Failed to create oneDNN linear, fallback to torch linear. Exception: no
+(EngineCore pid=1) INFO CPU KV cache size: 93,184 tokens, Maximum concurrency for 2,048 tokens per request: 45.50x
+"""  # noqa: E501
+
+
+def test_kernels_are_read_from_the_log() -> None:
+    assert vllm.kernels(LOG) == ("CPUInt8ScaledMMLinearKernel", "torch linear (oneDNN refused)")
+    assert vllm.kernels("nothing") == ()
