@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from qserve.errors import QserveError, ServerError, UsageError
+from qserve.errors import LoadError, QserveError, ServerError, UsageError
 
 if TYPE_CHECKING:
     from qserve.prep.stage import Prepared
@@ -218,16 +218,12 @@ def load(
     format: Annotated[LoadFormat, typer.Option(help="How to print the result.")] = LoadFormat.text,
 ) -> None:
     """Load any OpenAI-compatible URL with concurrent streams and print throughput and latency."""
-    from qserve.eval.load_command import Ask, load_command, load_text
+    from qserve.eval.load_command import load_command, load_text
 
-    ask = Ask(
-        url=url, concurrency=concurrency, requests=requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens,
-        model=model, api_key_env=api_key_env, self_test=self_test,
-    )  # fmt: skip
-    result = load_command(ask)
+    result = load_command(url, concurrency, requests, prompt_tokens, output_tokens, model, api_key_env, self_test)
     typer.echo(result.model_dump_json(indent=2) if format is LoadFormat.json else load_text(result))
-    if not result.valid:
-        raise typer.Exit(7)
+    if not result.summary.valid:
+        raise LoadError(result.summary.problem or "the load is not valid")
 
 
 @app.command()
@@ -237,11 +233,17 @@ def report(
     workspace: WorkspaceOption = None,
 ) -> None:
     """Print a run's report: one row a variant beside bf16, ratios with intervals, plots in HTML."""
-    from qserve.eval.report import read_report, render
+    from qserve.eval.report import read_report, to_html, to_json, to_markdown
     from qserve.workspace import open_workspace
 
-    folder = run or open_workspace(workspace).latest_run()
-    typer.echo(render(read_report(folder), format.value))
+    measured = read_report(run or open_workspace(workspace).latest_run())
+    match format:
+        case Format.md:
+            typer.echo(to_markdown(measured))
+        case Format.json:
+            typer.echo(to_json(measured))
+        case Format.html:
+            typer.echo(to_html(measured))
 
 
 @app.command()
