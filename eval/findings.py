@@ -18,7 +18,7 @@ def findings(report: Report) -> tuple[str, ...]:
     """The headline, then what was not resolved, where speed was lost, quality, and bytes."""
     if report.quick or not candidates(report):
         return (headline(report),)
-    rest = (_unresolved(report), _slower(report), _quality(report), _bytes(report))
+    rest = (*_speeds(report), _quality(report), _bytes(report))
     return (headline(report), *(sentence for sentence in rest if sentence))
 
 
@@ -262,16 +262,15 @@ def _where(report: Report, wanted: str) -> str:
     return "; ".join(said)
 
 
-def _unresolved(report: Report) -> str:
-    found = _where(report, "unresolved")
+def _speeds(report: Report) -> tuple[str, ...]:
+    """Where the noise hides the answer, and where speed is lost; nothing where the headline has said it of all."""
+    open_, lost = _where(report, "unresolved"), _where(report, "slower")
+    if not _lead(report) and not (open_ and lost):
+        return ("More pairs, or longer blocks, would narrow the intervals.",) if open_ else ()
     return (
-        f"Neither faster nor slower beyond the noise, by concurrency: {found}. More pairs would tell." if found else ""
+        f"Neither faster nor slower beyond the noise, by concurrency: {open_}. More pairs would tell." if open_ else "",
+        f"Slower than bf16, by concurrency: {lost}." if lost else "",
     )
-
-
-def _slower(report: Report) -> str:
-    found = _where(report, "slower")
-    return f"Slower than bf16, by concurrency: {found}." if found else ""
 
 
 def _quality(report: Report) -> str:

@@ -56,8 +56,8 @@ def _list(items: list[str] | tuple[str, ...], cls: str) -> Safe | None:
 
 def unbroken(text: str) -> str:
     """No line break between a figure and its sign."""
-    for loose in (" %", " ± ", " nats", " at ", "÷ "):
-        text = text.replace(loose, loose.replace(" ", "\u00a0"))
+    for loose, tight in ((" %", "_%"), (" ± ", "_±_"), (" nats", "_nats"), (" at ", " at_"), ("÷ ", "÷_")):
+        text = text.replace(loose, tight.replace("_", "\u00a0"))
     return text
 
 

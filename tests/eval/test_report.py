@@ -11,7 +11,7 @@ import sample_report as sample
 
 from qserve.artifacts import Ratio, Report
 from qserve.eval import figures, labels
-from qserve.eval.findings import findings, headline
+from qserve.eval.findings import findings, headline, machine_words
 from qserve.eval.markup import el
 from qserve.eval.report import to_html, to_json, to_markdown, write_report
 
@@ -98,6 +98,28 @@ def test_a_slower_and_an_unresolved_variant_are_not_called_slower_everywhere() -
     assert "no variant (gptq and awq) is measurably faster than bf16 at concurrency 1 or 8" in headline(report)
     alone = headline(sample.report([sample.W4]))
     assert "gptq is not measurably faster than bf16: slower at concurrency 1 and unresolved at concurrency 8" in alone
+
+
+def test_each_load_may_have_a_winner_of_its_own() -> None:
+    w4 = sample.variant("w4", "GPTQ W4A16 g64", {1: (1.31, 1.24, 1.38), 8: (0.70, 0.66, 0.74)}, 0.141, 113.4)
+    int8 = sample.variant("int8", "GPTQ W8A8", {1: (1.01, 0.95, 1.07), 8: (1.43, 1.38, 1.49)}, 0.0121, 163.2)
+    said = findings(sample.report([w4, int8]))
+    assert said[0] == MACHINE + (
+        "int8 serves 1.43 times (1.38 to 1.49) the tokens of bf16 at concurrency 8 (unresolved at 1) "
+        "and costs 0.80 % in perplexity; w4 serves 1.31 times at concurrency 1."
+    )
+    assert said[1:3] == (
+        "Neither faster nor slower beyond the noise, by concurrency: int8 at 1. More pairs would tell.",
+        "Slower than bf16, by concurrency: w4 at 8.",
+    )
+
+
+def test_the_machine_is_named_by_what_decides() -> None:
+    machine = sample.winner().machine
+    gpu = {"flavour": "cuda", "gpus": ("NVIDIA H200", "NVIDIA H200"), "gpu_memory_bytes": 141_000_000_000}
+    assert machine_words(machine.model_copy(update=gpu)) == "2 × NVIDIA H200"
+    intel = {"cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "cores": 1, "isa": ("avx2", "avx512f")}
+    assert machine_words(machine.model_copy(update=intel)) == "Intel Xeon Platinum 8481C (1 core)"
 
 
 def test_a_smoke_run_ranks_nothing() -> None:

@@ -14,7 +14,8 @@ from qserve.eval.report import to_html
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=3000 --window-size=1600,1200"
+    "--disable-component-update --disable-sync --enable-logging=stderr "
+    "--virtual-time-budget=3000 --window-size=1600,1200"
 )
 WIDTHS = (390, 1440)
 KINDS = ("slow_fp8", "with_failures", "six_variants")
