@@ -1,18 +1,39 @@
-"""Write a report: report.md to paste, report.html to link. measurements.json, the report itself, lies beside them."""
+"""Read and write a report: report.md to paste, report.html to link. measurements.json, the report itself, lies beside them."""
 
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from qserve.artifacts import Report
+from qserve.errors import UsageError
 from qserve.eval import notes, table
 from qserve.eval.findings import findings
 from qserve.eval.report_html import SMOKE, model_name, to_html
 from qserve.eval.table import Cell, Table
 
-__all__ = ["to_html", "to_json", "to_markdown", "write_report"]
+__all__ = ["read_report", "to_html", "to_json", "to_markdown", "write_report"]
 
 SPECIAL = str.maketrans(
     {c: f"\\{c}" for c in "\\`*_[]|~#"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;", "\n": " ", "\r": " "}
 )
+
+
+def read_report(run: Path) -> Report:
+    """The report of a run folder.
+
+    Raises:
+        UsageError: no measurements.json there, or one that this version cannot read.
+    """
+    path = run / "measurements.json"
+    try:
+        return Report.read(path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"{path}: cannot read it: {reason}; give the folder of a finished `qserve bench`") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{path}: {where or 'file'}: {first['msg']}; run `qserve bench` again") from error
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -25,7 +46,7 @@ def write_report(report: Report, folder: Path) -> None:
 
 def to_json(report: Report) -> str:
     """The report itself, and nothing that is not in it."""
-    return report.model_dump_json(indent=2) + "\n"
+    return report.model_dump_json(indent=2)
 
 
 def to_markdown(report: Report) -> str:

@@ -10,10 +10,11 @@ import pytest
 import sample_report as sample
 
 from qserve.artifacts import Ratio, Report
+from qserve.errors import UsageError
 from qserve.eval import figures, labels
 from qserve.eval.findings import findings, headline, machine_words
 from qserve.eval.markup import el
-from qserve.eval.report import to_html, to_json, to_markdown, write_report
+from qserve.eval.report import read_report, to_html, to_json, to_markdown, write_report
 
 VOID = {"meta", "link", "br", "hr"}
 HOSTILE = '<script>alert(1)</script><img src=x onerror="alert(2)">|`'
@@ -302,6 +303,16 @@ def test_labels_keep_apart() -> None:
 def test_json_is_the_report_itself(any_report: Report) -> None:
     assert Report.model_validate_json(to_json(any_report)) == any_report
     assert json.loads(to_json(any_report)) == any_report.model_dump(mode="json")
+
+
+def test_a_report_is_read_from_its_run_folder(tmp_path: Path) -> None:
+    sample.winner().write(tmp_path / "measurements.json")
+    assert read_report(tmp_path) == sample.winner()
+    (tmp_path / "measurements.json").write_text('{"format": 2}')
+    with pytest.raises(UsageError, match=r"measurements.json: .*run `qserve bench` again"):
+        read_report(tmp_path)
+    with pytest.raises(UsageError, match="give the folder of a finished"):
+        read_report(tmp_path / "absent")
 
 
 def test_write_report_writes_both_files_and_nothing_else(tmp_path: Path) -> None:
