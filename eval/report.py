@@ -1,4 +1,4 @@
-"""Read and write a report: report.md to paste, report.html to link. measurements.json, the report itself, lies beside them."""
+"""A run's report: report.md to paste, report.html to link; measurements.json, the report itself, lies beside them."""
 
 from pathlib import Path
 
