@@ -104,6 +104,7 @@ class NullProtocol(asyncio.Protocol):
         if self.pace == AT_ONCE:
             self.transport.write(STREAM_HEAD + b"".join(pieces))
         else:
+            pieces = pieces if self.pace.next_s else (b"".join(pieces),)
             self.transport.write(STREAM_HEAD)
             asyncio.get_running_loop().call_later(self.pace.first_s, self.send, iter(pieces))
 
