@@ -180,7 +180,9 @@ def _store_as_bf16(model: Any) -> None:
 def _forward(folder: str) -> dict[str, float]:
     """Load what was written, as a user would, and run it on 16 ids. Raises if it does not load or is not finite."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
-    wrong = {key: sorted(info[key])[:3] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(key)}
+    wrong = {
+        key: sorted(info[key])[:3] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(key)
+    }
     if wrong:
         raise ValueError(f"the written checkpoint does not load cleanly: {wrong}")
     ids = torch.arange(16).remainder(model.config.get_text_config().vocab_size)[None]

@@ -1,0 +1,239 @@
+"""Build one checkpoint: the bf16 baseline from its source, or a quantized variant from the baseline.
+
+A checkpoint is filled under a temporary name, verified, given its manifest last, and renamed. Its name ends in a digest of
+everything that made it.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qserve import __version__
+from qserve.artifacts import MANIFEST_NAME, DataRecord, FileEntry, Manifest
+from qserve.errors import WorkerError
+from qserve.prep.context import Context
+from qserve.prep.data import calibration_record
+from qserve.prep.gguf import read_gguf, special_tokens
+from qserve.prep.headers import INDEX, read_folder, weight_files
+from qserve.prep.preflight import compute_dtype
+from qserve.prep.schemes import ignore_of, scheme_of
+from qserve.prep.source import Model, read_config
+from qserve.prep.verify import Expectation, parameters, verify, weigh
+from qserve.recipe import BASELINE, Awq, Bf16, Fp8, Gptq, QuantizedVariant, Variant, scheme_label, source_text
+from qserve.runtimes import spec_of
+from qserve.workspace import complete_or_absent, digest_of, sha256_file
+
+FORMAT = 1  # of what the workers write: raise it when a change of theirs changes checkpoints
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A finished checkpoint."""
+
+    variant: str
+    folder: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a build tells its manifest."""
+
+    targets: tuple[str, ...] = ()
+    fallback: tuple[str, ...] = ()
+    calibration: DataRecord | None = None
+    note: str | None = None
+    peak_memory_bytes: int | None = None
+
+
+# --- names ----------
+def baseline_digest(context: Context, model: Model) -> str:
+    """Linked weights are the source's own; converted ones depend on the environment that converts."""
+    runtime = None if _conversion(model) == "link" else context.runtime_digest
+    return digest_of([FORMAT, model.identity, _conversion(model), runtime])
+
+
+def variant_digest(context: Context, model: Model, name: str, data: Path) -> str:
+    """Changes with the source, the settings that matter, the very calibration ids, and the environment's lock."""
+    variant = context.recipe.variants[name]
+    record, _ = _calibration(variant, data)
+    settings = [variant.model_dump(mode="json", exclude={"samples"}), ignore_of(variant, model.outline.config)]
+    dtype = compute_dtype(model.outline, context.machine)
+    return digest_of([FORMAT, model.identity, settings, record and record.sha256, dtype, context.runtime_digest])
+
+
+def _calibration(variant: QuantizedVariant, data: Path) -> tuple[DataRecord | None, int]:
+    return calibration_record(data, variant.samples) if scheme_of(variant).calibrated else (None, 0)
+
+
+# --- baseline ----------
+def build_baseline(context: Context, model: Model, digest: str) -> Prepared:
+    """The source as an ordinary bfloat16 folder. Raises WorkerError, UsageError."""
+    final = context.workspace.checkpoint(BASELINE, digest)
+    started = time.monotonic()
+    with complete_or_absent(final) as partial:
+        made = _fill_baseline(context, model, partial)
+        tensors = read_folder(partial)
+        weights = weigh(tensors, (), parameters(tensors))
+        facts = {"digest": digest, "weights": weights, "wall_s": time.monotonic() - started}
+        manifest = _write_manifest(context, model, BASELINE, partial, {**facts, **_facts(Bf16(), made)})
+    return Prepared(BASELINE, final, manifest)
+
+
+def _fill_baseline(context: Context, model: Model, out: Path) -> Made:
+    conversion, note = _conversion(model), model.outline.note
+    if conversion == "gguf":
+        job = {"gguf": str(model.path), "out": str(out), "special": special_tokens(read_gguf(model.path))}
+        result = context.run(BASELINE, "gguf_worker.py", job)
+        _carry(model.carried, model.path.parent, out)
+        return Made(note=note, peak_memory_bytes=result["peak_memory_bytes"])
+    _carry(model.carried, model.path, out)
+    if conversion == "link":
+        for path in (*weight_files(model.path), *model.path.glob(INDEX)):
+            _link(path.resolve(), out / path.name)
+        shutil.copyfile(model.path / "config.json", out / "config.json")
+        return Made(note=note)
+    return _cast(context, model, out)
+
+
+def _cast(context: Context, model: Model, out: Path) -> Made:
+    files = weight_files(model.path)
+    job = {"files": [[str(path.resolve()), str(out / path.name)] for path in files]}
+    result = context.run(BASELINE, "cast_worker.py", job)
+    for path in model.path.glob(INDEX):
+        shutil.copyfile(path, out / path.name)
+    config = read_config(model.path)
+    config.update({key: "bfloat16" for key in ("torch_dtype", "dtype") if key in config})
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    kinds = ", ".join(sorted(_float_kinds(model)))
+    return Made(note=f"weights were cast from {kinds} to bfloat16", peak_memory_bytes=result["peak_memory_bytes"])
+
+
+def _conversion(model: Model) -> str:
+    """gguf, link or cast: how the source becomes a bfloat16 folder. A few float32 tensors beside bfloat16 ones stay."""
+    if model.outline.kind == "gguf":
+        return "gguf"
+    sizes = _float_kinds(model)
+    return "link" if sizes.get("BF16", 0) > sum(sizes.values()) / 2 and "F16" not in sizes else "cast"
+
+
+def _float_kinds(model: Model) -> dict[str, int]:
+    """dtype -> bytes of floating-point weights."""
+    sizes: dict[str, int] = {}
+    for tensor in read_folder(model.path).values():
+        if tensor.dtype in ("F16", "BF16", "F32", "F64"):
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.size_bytes
+    return sizes
+
+
+# --- variants ----------
+def build_variant(context: Context, model: Model, baseline: Prepared, name: str, data: Path) -> Prepared:
+    """Quantize, verify, keep. Raises WorkerError; then nothing is left of it."""
+    variant = context.recipe.variants[name]
+    digest = variant_digest(context, model, name, data)
+    final = context.workspace.checkpoint(name, digest)
+    record, samples = _calibration(variant, data)
+    with complete_or_absent(final) as partial:
+        job = _job(context, model, variant, baseline.folder) | {
+            "out": str(partial / "work"), "samples": samples,
+            "calibration": str(data / "calibration.json") if record else None,
+        }  # fmt: skip
+        result = context.run(name, "llmcompressor_worker.py", job)
+        _assemble(partial, baseline.folder)
+        targets = tuple(result["targets"])
+        config = read_config(baseline.folder)
+        want = Expectation(name, scheme_of(variant), targets, config, variant.method == "awq")
+        weights = verify(partial, baseline.folder, want)
+        _parse_as_server(context, name, partial)
+        made = Made(targets, tuple(result["fallback"]), record, model.outline.note, result["peak_memory_bytes"])
+        facts = {"digest": digest, "weights": weights, "wall_s": result["wall_s"], **_facts(variant, made)}
+        manifest = _write_manifest(context, model, name, partial, facts)
+    return Prepared(name, final, manifest)
+
+
+def _job(context: Context, model: Model, variant: QuantizedVariant, source: Path) -> dict[str, Any]:
+    scheme = scheme_of(variant)
+    job: dict[str, Any] = {
+        "source": str(source), "method": variant.method, "dtype": compute_dtype(model.outline, context.machine),
+        "threads": context.threads, "ignore": list(ignore_of(variant, model.outline.config)),
+        "weights": scheme.weights, "input_activations": scheme.activations, "max_fallback": 0.0,
+    }  # fmt: skip
+    match variant:
+        case Awq():
+            return job | {"grid": variant.grid}
+        case Gptq():
+            return job | {"dampening": variant.dampening, "max_fallback": variant.max_fallback}
+        case Fp8():
+            return job
+
+
+def _assemble(folder: Path, baseline: Path) -> None:
+    """Weights from the worker; config.json is the baseline's plus how it is quantized; all else byte for byte the baseline's."""
+    work = folder / "work"
+    written = json.loads((work / "config.json").read_bytes())
+    for path in (*work.glob("*.safetensors"), *work.glob(INDEX)):
+        path.rename(folder / path.name)
+    shutil.rmtree(work)
+    config = read_config(baseline) | {"quantization_config": written.get("quantization_config")}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    taken = {"config.json", INDEX, MANIFEST_NAME}
+    files = [p for p in baseline.rglob("*") if p.is_file() and p.suffix != ".safetensors" and p.name not in taken]
+    _carry(files, baseline, folder)
+
+
+def _parse_as_server(context: Context, name: str, folder: Path) -> None:
+    """Let the serving environment's compressed-tensors read the config, if that environment is there already."""
+    python = context.recipe.serving.python or spec_of("vllm", context.machine.flavour).folder / "bin" / "python"
+    if not python.exists():
+        return
+    job = {"quantization_config": read_config(folder)["quantization_config"]}
+    try:
+        context.run_with(python, f"{name} config", "check_config_worker.py", job)
+    except WorkerError as error:
+        raise WorkerError(f"{name}: the serving environment does not understand its config: {error}") from error
+
+
+# --- files ----------
+def _carry(files: Iterable[Path], root: Path, out: Path) -> None:
+    for path in files:
+        inside = path.relative_to(root) if path.is_relative_to(root) else Path(path.name)
+        (out / inside).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, out / inside)
+
+
+def _link(source: Path, target: Path) -> None:
+    """A hard link costs no disk; across file systems, a copy."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+# --- manifest ----------
+def _facts(variant: Variant, made: Made) -> dict[str, Any]:
+    return {
+        "settings": variant.model_dump(mode="json"), "label": scheme_label(variant), "calibration": made.calibration,
+        "layers": len(made.targets), "layers_fallback": made.fallback, "source_note": made.note,
+        "peak_memory_bytes": made.peak_memory_bytes,
+    }  # fmt: skip
+
+
+def _write_manifest(context: Context, model: Model, name: str, folder: Path, facts: dict[str, Any]) -> Manifest:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    entries = tuple(
+        FileEntry(name=str(p.relative_to(folder)), size_bytes=p.stat().st_size, sha256=sha256_file(p)) for p in files
+    )
+    linked = name == BASELINE and _conversion(model) == "link"
+    manifest = Manifest(
+        variant=name, model=source_text(context.recipe.model), revision=model.outline.revision, source_sha256=model.sha256,
+        runtime="none" if linked else context.runtime.name, packages={} if linked else dict(context.runtime.packages),
+        qserve_version=__version__, threads=None if linked else context.threads, files=entries,
+        created=time.strftime("%FT%TZ", time.gmtime()), **facts,
+    )  # fmt: skip
+    manifest.write(folder / MANIFEST_NAME)
+    return manifest

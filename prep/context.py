@@ -1,0 +1,61 @@
+"""What every step of the prep stage works with: the recipe, the workspace, the machine, and a way to run a worker."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from qserve.artifacts import Machine
+from qserve.jobs import Job, run_job
+from qserve.recipe import Recipe
+from qserve.runtimes import Runtime, ensure_runtime, spec_of
+from qserve.uvrun import Say
+from qserve.workspace import Workspace
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Context:
+    """`python`: an environment of the user's own with llm-compressor in it, instead of the managed one."""
+
+    recipe: Recipe
+    workspace: Workspace
+    machine: Machine
+    python: Path | None
+    say: Say
+
+    @cached_property
+    def runtime(self) -> Runtime:
+        """The environment that workers run in; built when it is first asked for."""
+        return ensure_runtime("llmcompressor", self.machine.flavour, self.say, self.python)
+
+    @property
+    def runtime_digest(self) -> str:
+        """Its digest, without building it."""
+        return spec_of("llmcompressor", self.machine.flavour).digest if self.python is None else self.runtime.digest
+
+    @property
+    def threads(self) -> int:
+        return self.recipe.threads or self.machine.cores
+
+    def run(self, what: str, worker: str, spec: dict[str, Any]) -> dict[str, Any]:
+        """Run a worker file in the stage's own environment and say how far it is. Raises WorkerError."""
+        return self.run_with(self.runtime.python, what, worker, spec)
+
+    def run_with(self, python: Path, what: str, worker: str, spec: dict[str, Any]) -> dict[str, Any]:
+        """The same with another Python.
+
+        A thread that waits must sleep (OMP_WAIT_POLICY): with other work on the machine, spinning threads take the cores
+        from one another, and a calibration pass becomes ten times slower.
+        """
+        env = {"OMP_NUM_THREADS": str(self.threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+        if worker != "hub_data_worker.py":
+            env["HF_HUB_OFFLINE"] = "1"
+        log = self.workspace.root / "logs" / f"{what.replace('/', '-').replace(' ', '-')}.log"
+        job = Job(what, python, HERE / worker, spec, log, env)
+        return run_job(job, lambda event: self.say(f"{what}: {_progress(event)}"))
+
+
+def _progress(event: Any) -> str:
+    return str(event["text"]) if event["event"] == "step" else f"{event['done']} of {event['total']}"

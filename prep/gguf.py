@@ -1,0 +1,136 @@
+"""The header of a GGUF file: what the model is, read in milliseconds without its weights.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (version 2 and 3, little-endian).
+"""
+
+import mmap
+import struct
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from qserve.errors import UsageError
+
+KEPT_ITEMS = 64  # longer arrays (vocabularies) are kept as their length only
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+TENSOR_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
+    13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
+    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+# config.json field -> GGUF field under the architecture's name
+FIELDS = {
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length", "max_position_embeddings": "context_length", "vocab_size": "vocab_size",
+    "num_experts": "expert_count", "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """`fields`: key -> number, text, short list, or the length of a long list. `elements`: of all tensors."""
+
+    fields: Mapping[str, object]
+    weight_type: str  # of most weights: "Q4_1"
+    elements: int
+    tied: bool  # no output head of its own
+
+
+@dataclass
+class _Cursor:
+    data: mmap.mmap
+    at: int = 0
+
+    def take(self, form: str) -> int | float | bool:
+        value: int | float | bool = struct.unpack_from("<" + form, self.data, self.at)[0]
+        self.at += struct.calcsize("<" + form)
+        return value
+
+    def count(self) -> int:
+        return int(self.take("Q"))
+
+    def text(self) -> str:
+        size = self.count()
+        self.at += size
+        if self.at > len(self.data):
+            raise struct.error("text runs over the end")
+        return self.data[self.at - size : self.at].decode("utf-8", "replace")
+
+
+def read_gguf(path: Path) -> GgufHeader:
+    """Read the header. Raises UsageError if the file is no GGUF, is cut off, or is another version."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _header(path, _Cursor(data))
+    except (struct.error, ValueError, OverflowError) as error:
+        raise UsageError(f"{path} is cut off or no GGUF file ({error}); download it again") from error
+
+
+def _header(path: Path, cursor: _Cursor) -> GgufHeader:
+    magic, version = cursor.take("I"), cursor.take("I")
+    if magic != 0x46554747 or version not in (2, 3):
+        raise UsageError(f"{path} is no GGUF file of version 2 or 3; give a .gguf file of a current llama.cpp")
+    tensors, pairs = cursor.count(), cursor.count()
+    fields = {}
+    for _ in range(pairs):
+        key = cursor.text()
+        fields[key] = _value(cursor, int(cursor.take("I")))
+    names, sizes = [], Counter[int]()
+    end = 0
+    for _ in range(tensors):
+        names.append(cursor.text())
+        shape = [cursor.count() for _ in range(int(cursor.take("I")))]
+        kind, offset = int(cursor.take("I")), cursor.count()
+        sizes[kind] += _product(shape)
+        end = max(end, offset)
+    if cursor.at + end > len(cursor.data):
+        raise struct.error("weights are missing at its end")
+    main = sizes.most_common(1)[0][0] if sizes else -1
+    return GgufHeader(fields, TENSOR_TYPES.get(main, f"type {main}"), sum(sizes.values()), "output.weight" not in names)
+
+
+def _value(cursor: _Cursor, kind: int) -> object:
+    if kind == STRING:
+        return cursor.text()
+    if kind != ARRAY:
+        return cursor.take(SCALARS[kind]) if kind in SCALARS else _unknown(kind)
+    item, length = int(cursor.take("I")), cursor.count()
+    read: Callable[[], object] = cursor.text if item == STRING else lambda: _value(cursor, item)
+    if length <= KEPT_ITEMS:
+        return [read() for _ in range(length)]
+    for _ in range(length):
+        read()
+    return length
+
+
+def _unknown(kind: int) -> object:
+    raise ValueError(f"unknown field type {kind}")
+
+
+def _product(shape: list[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def config_of(header: GgufHeader) -> dict[str, object]:
+    """The fields of config.json that say how large the layers are."""
+    architecture = str(header.fields.get("general.architecture", ""))
+    found = {name: header.fields.get(f"{architecture}.{key}") for name, key in FIELDS.items()}
+    config = {name: max(value) if isinstance(value, list) else value for name, value in found.items()}
+    tokens = header.fields.get("tokenizer.ggml.tokens")
+    config["vocab_size"] = config["vocab_size"] or (len(tokens) if isinstance(tokens, list) else tokens)
+    known = {name: value for name, value in config.items() if value}
+    return {"model_type": architecture, "tie_word_embeddings": header.tied, **known}
+
+
+def special_tokens(header: GgufHeader) -> dict[str, int]:
+    """Role (bos, eos, pad, unk) -> token id, for those that the header names."""
+    keys = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    found = {role: header.fields.get(f"tokenizer.ggml.{key}_token_id") for role, key in keys.items()}
+    return {role: value for role, value in found.items() if isinstance(value, int)}
