@@ -102,8 +102,8 @@ def run_bench(inputs: Inputs) -> Path:
     parts = [Part.read(_part_path(context.run, p.variant)) for p in inputs.prepared]
     report = _assemble(context, parts, time.monotonic() - started)
     write_requests(context.run / "requests.parquet", _rows(parts))
-    write_report(report, context.run)
     report.write(context.run / "measurements.json")
+    write_report(report, context.run)
     return context.run
 
 

@@ -1,0 +1,137 @@
+"""The main job through the front door: the real model, the real llm-compressor, the real vLLM, a smoke run of the bench.
+
+It builds the managed environments if this machine has none yet, so it takes minutes.
+"""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from qserve.artifacts import Manifest, Report
+
+ROOT = Path(__file__).parents[1]
+
+
+def qserve(*words: str, cwd: Path, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from qserve.cli import app; sys.argv[0] = 'qserve'; app()"
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr[-4000:]}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project folder with a smaller quickstart: int8 from 4 short samples, one window of text."""
+    folder = tmp_path_factory.mktemp("project")
+    text = (ROOT / "recipes" / "quickstart.yaml").read_text()
+    for old, new in (
+        ("samples: 32", "samples: 4"),
+        ("rows: 4000", "rows: 600"),
+        ("windows: 4", "windows: 1"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    lines = [line for line in text.splitlines() if not line.strip().startswith(("awq:", "gptq:", "fp8:"))]
+    (folder / "qserve.yaml").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(project: Path) -> dict[str, Path]:
+    rows = [line.split("\t") for line in qserve("prep", cwd=project).stdout.splitlines()]
+    return {name: Path(folder) for name, folder in rows}
+
+
+@pytest.fixture(scope="module")
+def report(project: Path, prepared: dict[str, Path]) -> Report:
+    assert prepared
+    qserve("bench", "--quick", cwd=project)
+    (path,) = project.glob("qserve-workspace/runs/*/measurements.json")
+    return Report.read(path)
+
+
+def test_prep_makes_the_baseline_and_the_variant(prepared: dict[str, Path]) -> None:
+    assert list(prepared) == ["bf16", "int8"]
+    base, int8 = (Manifest.read(folder / "qserve.json") for folder in prepared.values())
+    assert base.weights.bits_per_parameter == pytest.approx(16, abs=0.01)
+    assert 9 < int8.weights.bits_per_parameter < 11  # 8-bit layers, 16-bit embeddings
+    assert int8.layers == 210
+    assert base.source_note
+    assert "Q4_1" in base.source_note
+    carried = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "LICENSE")
+    for name in carried:
+        assert (prepared["int8"] / name).read_bytes() == (prepared["bf16"] / name).read_bytes()
+    assert json.loads((prepared["bf16"] / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_again_does_nothing_in_two_seconds(project: Path, prepared: dict[str, Path]) -> None:
+    before = {p: p.stat().st_mtime_ns for folder in prepared.values() for p in folder.iterdir()}
+    began = time.perf_counter()
+    qserve("prep", cwd=project)
+    assert time.perf_counter() - began < 4  # under 2 s where the machine is not busy
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+
+
+def test_what_is_served_is_what_the_checkpoint_says(report: Report) -> None:
+    for result in (report.baseline, *report.variants):
+        assert result.status == "measured", result.problem
+        assert result.fidelity
+        assert result.fidelity.faithful
+    fidelity = report.baseline.fidelity
+    assert fidelity
+    assert fidelity.served_perplexity == pytest.approx(fidelity.reference_perplexity, rel=0.01)
+
+
+def test_the_report_holds_what_was_measured(report: Report, project: Path) -> None:
+    (int8,) = report.variants
+    (point,) = int8.points
+    assert report.quick
+    assert int8.quality
+    assert int8.quality.kl
+    assert 0 < int8.quality.kl.value < 1
+    assert int8.server
+    assert int8.server.quantization == "compressed-tensors"
+    assert int8.server.kernels
+    assert int8.memory
+    assert int8.memory.kv_capacity_tokens
+    assert point.throughput
+    speeds = (point.variant.output_tokens_per_s, point.baseline.output_tokens_per_s)
+    assert speeds[0]
+    assert speeds[1]
+    assert point.throughput.value == pytest.approx(speeds[0] / speeds[1])  # one pair: its ratio is the pooled one
+    assert math.isfinite(point.throughput.value)
+    assert point.variant.prefix_cache_hit_rate == 0
+    assert point.throughput.verdict == "unresolved"
+    (parquet,) = project.glob("qserve-workspace/runs/*/requests.parquet")
+    rows = pq.read_table(parquet).to_pylist()
+    assert len(rows) == point.variant.attempted + point.baseline.attempted
+    assert sum(r["output_tokens"] for r in rows if r["arm"] == "variant") == point.variant.output_tokens
+
+
+def test_the_report_prints_in_each_format(report: Report, project: Path) -> None:
+    assert json.loads(qserve("report", "--format", "json", cwd=project).stdout)["run"] == report.run
+    assert "| int8" in qserve("report", cwd=project).stdout
+    assert qserve("report", "--format", "html", cwd=project).stdout.lower().startswith("<!doctype html>")
+
+
+def test_no_server_is_left(report: Report, project: Path) -> None:
+    assert report
+    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(project) not in listing
+
+
+def test_errors_before_any_work_are_one_sentence(project: Path) -> None:
+    bad = project / "typo.yaml"
+    bad.write_text((project / "qserve.yaml").read_text().replace("windows:", "window:"))
+    line = next(n for n, text in enumerate(bad.read_text().splitlines(), 1) if "window:" in text)
+    assert (
+        f"typo.yaml:{line}: quality.window: unknown field" in qserve("prep", "typo.yaml", cwd=project, expect=2).stderr
+    )
+    assert "no variant 'awk'" in qserve("prep", "--only", "awk", cwd=project, expect=2).stderr
+    assert "no recipe 'nothing.yaml'" in qserve("bench", "nothing.yaml", cwd=project, expect=2).stderr
