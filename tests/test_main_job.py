@@ -1,4 +1,4 @@
-"""The main job through the front door: the real model, the real llm-compressor, the real vLLM, a smoke run of the bench.
+"""The main job through the front door: real model, real llm-compressor, real vLLM, and a smoke run of the bench.
 
 It builds the managed environments if this machine has none yet, so it takes minutes.
 """
