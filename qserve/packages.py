@@ -19,10 +19,10 @@ def fetch_package_file(source: PackageSource, say: Say) -> Path:
         UsageError: the package has no such file (names the nearest ones), or the path leads out of the package.
         RuntimeBuildError: the package could not be fetched.
     """
-    folder = fetch_package(source, say)
-    path = (folder / source.path).resolve()
-    if not path.is_relative_to(folder.resolve()):
+    if ".." in Path(source.path).parts or Path(source.path).is_absolute():
         raise UsageError(f"{source_text(source)}: the path leads out of the package; give one inside it")
+    folder = fetch_package(source, say)
+    path = folder / source.path
     if not path.is_file():
         raise UsageError(f"{source_text(source)}: no such file in the package; {_nearest(folder, source.path)}")
     return path

@@ -4,14 +4,12 @@ Where packages come from, certificates, proxies and time limits. What the user s
 HTTPS_PROXY, ...) stays as it is. pip treats all its indexes alike, so uv is told to do so too.
 """
 
-import ast
 import configparser
+import contextlib
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 ALWAYS = {"UV_PYTHON_DOWNLOADS": "never", "UV_INDEX_STRATEGY": "unsafe-best-match", "UV_NO_PROGRESS": "1"}
@@ -40,9 +38,8 @@ def uv_settings(environ: Mapping[str, str] = os.environ) -> UvSettings:
 
 def pip_options(environ: Mapping[str, str]) -> dict[str, str]:
     """pip's options by name (`index-url`), merged as `pip install` would: global, then install, then PIP_*."""
-    found = _listed_by_pip(environ) if find_spec("pip") else list(_read_files(environ))
     rank = {"global": 0, "install": 1, ":env:": 2}
-    known = sorted((item for item in found if item[0] in rank), key=lambda item: rank[item[0]])
+    known = sorted((item for item in read_options(environ) if item[0] in rank), key=lambda item: rank[item[0]])
     return {name: value for _, name, value in known}
 
 
@@ -53,10 +50,11 @@ def translate(options: Mapping[str, str], environ: Mapping[str, str]) -> UvSetti
     certificate = options.get("cert", "")
     proxy = options.get("proxy", "")
     proxy = proxy if not proxy or "://" in proxy else f"http://{proxy}"
+    no_index = options.get("no-index", "").lower() in ("1", "true", "yes", "on")
     wanted = {
         **ALWAYS,
-        "UV_DEFAULT_INDEX": options.get("index-url", ""),
-        "UV_INDEX": " ".join(options.get("extra-index-url", "").split()),
+        "UV_DEFAULT_INDEX": "" if no_index else options.get("index-url", ""),
+        "UV_INDEX": "" if no_index else " ".join(options.get("extra-index-url", "").split()),
         "UV_FIND_LINKS": ",".join(links),
         "UV_INSECURE_HOST": " ".join(options.get("trusted-host", "").split()),
         "UV_KEYRING_PROVIDER": "subprocess" if options.get("keyring-provider") == "subprocess" else "",
@@ -67,7 +65,6 @@ def translate(options: Mapping[str, str], environ: Mapping[str, str]) -> UvSetti
         "HTTP_PROXY": proxy,
     }
     env = {name: value for name, value in wanted.items() if value and not _is_set(name, environ)}
-    no_index = options.get("no-index", "").lower() in ("1", "true", "yes", "on")
     notices = tuple(f"pip's find-links names {path}, which is not there: left out" for path in missing)
     return UvSettings(env, ("--no-index",) if no_index else (), notices)
 
@@ -98,41 +95,34 @@ def _whole_seconds(text: str | None) -> str:
         return ""
 
 
-def _listed_by_pip(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(section, option, value) as `pip config list` prints them: section.option='value', the value as a literal."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "config", "list"]
-    done = subprocess.run(command, capture_output=True, text=True, env=dict(environ), check=False)
-    found = []
-    for line in done.stdout.splitlines() if done.returncode == 0 else ():
-        key, _, literal = line.partition("=")
-        section, _, option = key.rpartition(".")
-        found.append((section, option, str(ast.literal_eval(literal))))
-    return found if done.returncode == 0 else list(_read_files(environ))
-
-
-def _read_files(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """The same from pip's files and PIP_* variables, for an environment without pip (uv makes such)."""
-    own = environ.get("PIP_CONFIG_FILE")
-    for path in () if own == os.devnull else _config_files(environ):
+def read_options(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """(section, option, value) of pip's files, then of PIP_* variables (section `:env:`), as `pip config list`."""
+    for path in _config_files(environ):
         parser = configparser.RawConfigParser()
-        parser.read(path, encoding="utf-8")
+        with contextlib.suppress(configparser.Error):  # pip itself complains about a broken file
+            parser.read(path, encoding="utf-8")
         for section in parser.sections():
             yield from ((section, _plain(option), value) for option, value in parser.items(section))
     for name, value in environ.items():
-        if name.startswith("PIP_") and name != "PIP_CONFIG_FILE":
+        if name.startswith("PIP_"):
             yield ":env:", _plain(name.removeprefix("PIP_")), value
 
 
 def _config_files(environ: Mapping[str, str]) -> Iterator[Path]:
-    """pip.conf of the system, the user, this environment and $PIP_CONFIG_FILE: a later file wins."""
-    home = Path(environ.get("HOME") or Path.home())
+    """pip.conf of the system, the user, this environment and $PIP_CONFIG_FILE; a later file wins. $PIP_CONFIG_FILE
+    replaces the user's, and /dev/null there means none at all (pip's rules: its documentation, topic configuration).
+    """
+    home, own = Path(environ.get("HOME") or Path.home()), environ.get("PIP_CONFIG_FILE")
+    if own == os.devnull:
+        return
     for folder in (environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep):
         yield Path(folder) / "pip" / "pip.conf"
     yield Path("/etc/pip.conf")
-    yield home / ".pip" / "pip.conf"
-    yield Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "pip" / "pip.conf"
+    if not own or not Path(own).exists():
+        yield home / ".pip" / "pip.conf"
+        yield Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "pip" / "pip.conf"
     yield Path(sys.prefix) / "pip.conf"
-    if own := environ.get("PIP_CONFIG_FILE"):
+    if own:
         yield Path(own)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, field_validator, model_validator
 
 from qserve.errors import UsageError
 from qserve.values import Frozen
@@ -227,14 +227,15 @@ class Recipe(Frozen):
     quality: Quality = Quality()
     threads: int | None = Field(None, ge=1)  # None: one a physical core
 
-    @model_validator(mode="after")
-    def _names(self) -> "Recipe":
-        for name in self.variants:
+    @field_validator("variants")
+    @classmethod
+    def _names(cls, variants: dict[str, QuantizedVariant]) -> dict[str, QuantizedVariant]:
+        for name in variants:
             if name == BASELINE:
-                raise ValueError(f"variants: {BASELINE!r} is the baseline, which is always there; remove it")
+                raise ValueError(f"{BASELINE!r} is the baseline, which is always there; remove it")
             if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
-                raise ValueError(f"variants: {name!r}: use lower-case letters, digits, dot, dash and underscore")
-        return self
+                raise ValueError(f"{name!r}: use lower-case letters, digits, dot, dash and underscore")
+        return variants
 
     def variant(self, name: str) -> Variant:
         """The variant called `name`. Raises UsageError, with the names there are, if there is none."""

@@ -65,7 +65,10 @@ def building(label: str, log: Path, say: Say) -> Iterator[Build]:
         except BlockingIOError:
             say(f"{label}: another process is building it; waiting for it to finish")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield Build(label, log, lock.fileno(), uv_settings(), say)
+        settings = uv_settings()
+        for notice in settings.notices:
+            say(notice)
+        yield Build(label, log, lock.fileno(), settings, say)
 
 
 def need_disk(folder: Path, need_bytes: int, label: str) -> None:
@@ -103,13 +106,12 @@ def install(build: Build, arguments: Sequence[str]) -> None:
 
 def lacks_cpu_torch(output: str) -> bool:
     """Whether uv stopped because no index has the `+cpu` build of torch that is asked for."""
-    return bool(re.search(r"(no version of|cannot find|not found)[^.\n]*torch\S*==[\d.]+\+cpu", output, re.IGNORECASE))
+    pin = r"(\{[^}\n]*\})?==[\w.]+\+cpu"
+    return bool(re.search(rf"no version of torch{pin}|(?<![\w-])torch was not found[^\n]* torch{pin}", output))
 
 
 def run_uv(build: Build, arguments: Sequence[str]) -> tuple[int, str]:
     """Run uv to its end. Returns (exit code, its output); the log keeps all. Leaves no process behind."""
-    for notice in build.settings.notices:
-        build.say(notice)
     with build.log.open("a+", encoding="utf-8", errors="replace") as log:
         log.write(f"\n=== {time.strftime('%F %T')} uv {' '.join(arguments)}\n")
         log.flush()
@@ -150,4 +152,4 @@ def failure(label: str, output: str, log: Path) -> str:
     text = "; ".join(kept[:2]) or "uv ended without a word"
     everything = " ".join(kept)
     step = next((step for pattern, step in NEXT_STEPS if re.search(pattern, everything, re.IGNORECASE)), "see the log")
-    return f"{label}: could not be built: {text[:400].rstrip('.')}; {step}; log: {log}"
+    return f"{label}: uv could not install it: {text[:400].rstrip('.')}; {step}; log: {log}"

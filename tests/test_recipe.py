@@ -1,0 +1,98 @@
+"""Recipes: those that ship load and fit their models; a wrong one names file, line and field."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from qserve.errors import UsageError
+from qserve.prep.shapes import linear_shapes
+from qserve.recipe import Awq, Gptq, find_recipe, gptq_group_size, load_recipe, shipped_recipes, source_text
+
+# Widths as each model's config.json has them.
+CONFIGS: dict[str, dict[str, object]] = {
+    "quickstart": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9},
+    "smollm2-135m": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9},
+    "qwen2.5-0.5b-instruct": {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14},
+    "qwen2.5-7b-instruct": {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28},
+    "llama-3.1-8b-instruct": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+}
+GOOD = """\
+model: owner/name
+calibration:
+  dataset: owner/data
+variants:
+  awq: {method: awq, group_size: 64}
+"""
+
+
+def group_sizes(name: str) -> list[int]:
+    found = []
+    for variant in load_recipe(shipped_recipes()[name]).variants.values():
+        if isinstance(variant, Awq):
+            found.append(variant.group_size)
+        if isinstance(variant, Gptq) and variant.activations == "none":
+            found.append(gptq_group_size(variant))
+    return found
+
+
+def test_every_shipped_recipe_loads_and_its_group_sizes_divide_its_model() -> None:
+    assert set(shipped_recipes()) == set(CONFIGS)
+    seen = 0
+    for name, config in CONFIGS.items():
+        sizes, widths = group_sizes(name), {width for _, width in linear_shapes(config).values()}
+        assert len(sizes) == 2 and len(widths) == 2, name
+        assert all(width % size == 0 for width in widths for size in sizes), name
+        seen += 1
+    assert seen == 5
+
+
+def test_shipped_recipes_ask_for_what_their_server_can_hold_and_invent_no_commit() -> None:
+    seen = 0
+    for name, path in shipped_recipes().items():
+        recipe = load_recipe(path)
+        context = recipe.serving.max_model_len
+        assert context is not None, name
+        assert recipe.bench.prompt_tokens + recipe.bench.output_tokens <= context, name
+        assert recipe.quality.tokens <= context, name
+        assert recipe.revision is None, name
+        assert list(recipe.variants) == ["awq", "gptq", "int8", "fp8"], name
+        seen += 1
+    assert seen == 5
+
+
+@pytest.mark.parametrize(("old", "new", "line", "said"), [
+    ("group_size: 64", "group_sise: 64", 5, r"variants\.awq\.group_sise: unknown field; did you mean .*group_size"),
+    ("group_size: 64", "group_size: lots", 5, r"variants\.awq\.group_size: .*integer"),
+    ("method: awq", "method: magic", 5, r"variants\.awq.*: .*'awq', 'gptq', 'fp8'"),
+    ("awq: {", "bf16: {", 4, r"variants: 'bf16' is the baseline"),
+    ("owner/name", "name", 1, r"model: 'name' is no file or folder here"),
+    ("  dataset: owner/data", "  dataset: owner/data\n  sample: 3", 4, r"calibration\.sample: unknown field"),
+    ("variants:", "variants: [", 6, "not valid YAML"),
+    ("variants:", "model: x/y\nvariants:", 4, "'model' is there twice"),
+])  # fmt: skip
+def test_a_wrong_recipe_names_file_line_and_field(tmp_path: Path, old: str, new: str, line: int, said: str) -> None:
+    path = tmp_path / "qserve.yaml"
+    assert GOOD.count(old) == 1
+    path.write_text(GOOD.replace(old, new))
+    with pytest.raises(UsageError) as caught:
+        load_recipe(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:{line}: "), message
+    assert re.search(said, message), message
+
+
+def test_the_good_recipe_is_good(tmp_path: Path) -> None:
+    path = tmp_path / "qserve.yaml"
+    path.write_text(GOOD)
+    assert source_text(load_recipe(path).model) == "owner/name"
+
+
+def test_which_recipe_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe(None) == shipped_recipes()["quickstart"]
+    assert find_recipe("recipes/quickstart.yaml") == find_recipe("quickstart") == shipped_recipes()["quickstart"]
+    Path("qserve.yaml").write_text(GOOD)
+    assert find_recipe(None) == Path("qserve.yaml")
+    with pytest.raises(UsageError, match=r"no recipe 'nothing\.yaml'.*llama-3\.1-8b-instruct"):
+        find_recipe("nothing.yaml")
