@@ -1,7 +1,7 @@
 """Build one checkpoint: the bf16 baseline from its source, or a quantized variant from the baseline.
 
-A checkpoint is filled under a temporary name, verified, given its manifest last, and renamed. Its name ends in a digest of
-everything that made it.
+A checkpoint is filled under a temporary name, verified, given its manifest last, and renamed. Its name ends in a
+digest of everything that made it.
 """
 
 import json
@@ -25,7 +25,7 @@ from qserve.prep.schemes import ignore_of, scheme_of
 from qserve.prep.source import Model, read_config
 from qserve.prep.verify import Expectation, parameters, verify, weigh
 from qserve.recipe import BASELINE, Awq, Bf16, Fp8, Gptq, QuantizedVariant, Variant, scheme_label, source_text
-from qserve.runtimes import spec_of
+from qserve.runtime_spec import spec_of
 from qserve.workspace import complete_or_absent, digest_of, sha256_file
 
 FORMAT = 1  # of what the workers write: raise it when a change of theirs changes checkpoints
@@ -161,6 +161,7 @@ def _job(context: Context, model: Model, variant: QuantizedVariant, source: Path
     job: dict[str, Any] = {
         "source": str(source), "method": variant.method, "dtype": compute_dtype(model.outline, context.machine),
         "threads": context.threads, "ignore": list(ignore_of(variant, model.outline.config)),
+        "own_ignore": [pattern for pattern in variant.ignore if pattern != "lm_head"],
         "weights": scheme.weights, "input_activations": scheme.activations, "max_fallback": 0.0,
     }  # fmt: skip
     match variant:
@@ -173,7 +174,9 @@ def _job(context: Context, model: Model, variant: QuantizedVariant, source: Path
 
 
 def _assemble(folder: Path, baseline: Path) -> None:
-    """Weights from the worker; config.json is the baseline's plus how it is quantized; all else byte for byte the baseline's."""
+    """Weights from the worker; config.json is the baseline's plus how it is quantized; all else byte for byte the
+    baseline's.
+    """
     work = folder / "work"
     written = json.loads((work / "config.json").read_bytes())
     for path in (*work.glob("*.safetensors"), *work.glob(INDEX)):
@@ -224,16 +227,25 @@ def _facts(variant: Variant, made: Made) -> dict[str, Any]:
 
 
 def _write_manifest(context: Context, model: Model, name: str, folder: Path, facts: dict[str, Any]) -> Manifest:
+    _readable(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = tuple(
         FileEntry(name=str(p.relative_to(folder)), size_bytes=p.stat().st_size, sha256=sha256_file(p)) for p in files
     )
     linked = name == BASELINE and _conversion(model) == "link"
     manifest = Manifest(
-        variant=name, model=source_text(context.recipe.model), revision=model.outline.revision, source_sha256=model.sha256,
-        runtime="none" if linked else context.runtime.name, packages={} if linked else dict(context.runtime.packages),
+        variant=name, model=source_text(context.recipe.model), revision=model.outline.revision,
+        source_sha256=model.sha256, runtime="none" if linked else context.runtime.name,
+        packages={} if linked else dict(context.runtime.packages),
         qserve_version=__version__, threads=None if linked else context.threads, files=entries,
         created=time.strftime("%FT%TZ", time.gmtime()), **facts,
     )  # fmt: skip
     manifest.write(folder / MANIFEST_NAME)
     return manifest
+
+
+def _readable(folder: Path) -> None:
+    """Weights are written for their owner alone; a checkpoint is for whoever serves it."""
+    for path in folder.glob("*.safetensors"):
+        if path.stat().st_nlink == 1:  # not the source's own file
+            path.chmod(0o644)

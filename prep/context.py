@@ -8,7 +8,8 @@ from typing import Any
 from qserve.artifacts import Machine
 from qserve.jobs import Job, run_job
 from qserve.recipe import Recipe
-from qserve.runtimes import Runtime, ensure_runtime, spec_of
+from qserve.runtime_spec import spec_of
+from qserve.runtimes import Runtime, ensure_runtime
 from qserve.uvrun import Say
 from qserve.workspace import Workspace
 
@@ -46,8 +47,8 @@ class Context:
     def run_with(self, python: Path, what: str, worker: str, spec: dict[str, Any]) -> dict[str, Any]:
         """The same with another Python.
 
-        A thread that waits must sleep (OMP_WAIT_POLICY): with other work on the machine, spinning threads take the cores
-        from one another, and a calibration pass becomes ten times slower.
+        A thread that waits must sleep (OMP_WAIT_POLICY): with other work on the machine, spinning threads take the
+        cores from one another, and a calibration pass becomes ten times slower.
         """
         env = {"OMP_NUM_THREADS": str(self.threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
         if worker != "hub_data_worker.py":

@@ -1,7 +1,7 @@
 """Calibration samples, held-out windows and load text: read, sorted into disjoint parts, tokenized once.
 
-<workspace>/data/<digest>/ holds the token ids (see DataParts). Rows are read and counted before any model is loaded, so a
-data set that cannot work says so at once.
+<workspace>/data/<digest>/ holds the token ids (see DataParts). Rows are read and counted before any model is loaded,
+so a data set that cannot work says so at once.
 """
 
 import hashlib
@@ -69,9 +69,10 @@ def build_data(context: Context, parts: Parts, tokenizer: Path, final: Path) -> 
     with complete_or_absent(final) as partial, tempfile.TemporaryDirectory(prefix="qserve-rows-") as scratch:
         files = {part: _write_records(Path(scratch) / f"{part}.jsonl", parts[part].records[part]) for part in PARTS}
         spec = {
-            "tokenizer": str(tokenizer), "out": str(partial), "records": {part: str(path) for part, path in files.items()},
-            "calibration": recipe.calibration.model_dump(include=CUT), "quality": recipe.quality.model_dump(include=WINDOWS),
-            "load": {"tokens": LOAD_TOKENS},
+            "tokenizer": str(tokenizer), "out": str(partial),
+            "records": {part: str(path) for part, path in files.items()},
+            "calibration": recipe.calibration.model_dump(include=CUT),
+            "quality": recipe.quality.model_dump(include=WINDOWS), "load": {"tokens": LOAD_TOKENS},
         }  # fmt: skip
         result = context.run("data", "tokens_worker.py", spec)
         seed = recipe.calibration.seed
@@ -165,6 +166,7 @@ def _check_supply(context: Context, parts: Parts, records: Mapping[str, DataReco
 def _short(what: str, found: int, asked: int, source: Sorted) -> str:
     reasons = ", ".join(f"{count} {reason}" for reason, count in source.dropped.items()) or "none dropped"
     return (
-        f"{source.dataset}: {found} {what} where {asked} are asked for; {source.rows_read} rows read ({reasons}), half of them "
-        "are for calibration, a quarter each for quality and load; read more rows, ask for fewer, or give more or longer text"
+        f"{source.dataset}: {found} {what} where {asked} are asked for; {source.rows_read} rows read ({reasons}), "
+        "half of them are for calibration, a quarter each for quality and load; read more rows, ask for fewer, "
+        "or give more or longer text"
     )

@@ -2,8 +2,8 @@
 
 job: gguf (path), out (folder), special (token ids that the file's header names: bos, eos, pad, unk).
 
-transformers does the conversion. It reads the header four times over, one numpy call a byte run, so the reader is kept and
-given plain arrays: 120 s become 20 s for a vocabulary of 49,152 tokens, with the same result.
+transformers does the conversion. It reads the header four times over, one numpy call a byte run, so the reader is
+kept and given plain arrays: 120 s become 20 s for a vocabulary of 49,152 tokens, with the same result.
 """
 
 import json

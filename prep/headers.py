@@ -30,7 +30,9 @@ class Tensor:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint. Raises UsageError if there are none, or one that the index names is not there."""
+    """The safetensors files of a checkpoint. Raises UsageError if there are none, or one that the index names is not
+    there.
+    """
     index = folder / INDEX
     if not index.exists():
         found = tuple(sorted(folder.glob("*.safetensors")))
@@ -48,7 +50,9 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
-    """Name -> tensor of every weight in the folder. Raises UsageError: a broken, missing or incomplete file, by name."""
+    """Name -> tensor of every weight in the folder. Raises UsageError: a broken, missing or incomplete file, by
+    name.
+    """
     tensors: dict[str, Tensor] = {}
     for path in weight_files(folder):
         for name, tensor in read_header(path).items():

@@ -22,8 +22,8 @@ from qserve.errors import UsageError
 
 # Weights as safetensors, and the small files that make a checkpoint whole. No pickles, no other framework's weights.
 FILES = (
-    "*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICEN[CS]E*", "NOTICE*", "COPYING*",
-    "USE_POLICY*",
+    "*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICEN[CS]E*", "NOTICE*",
+    "COPYING*", "USE_POLICY*",
 )  # fmt: skip
 
 
@@ -92,7 +92,8 @@ def explained(repo: str, revision: str | None) -> Iterator[None]:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         if constants.HF_HUB_OFFLINE:
             raise UsageError(
-                f"{repo}{at} is not complete in the Hub's cache, and HF_HUB_OFFLINE is set; unset it, or give a local folder"
+                f"{repo}{at} is not complete in the Hub's cache, and HF_HUB_OFFLINE is set; "
+                "unset it, or give a local folder"
             ) from error
         raise UsageError(
             f"the Hub cannot be reached for {repo}{at}; check the network, or give a local folder"

@@ -1,10 +1,12 @@
 """Worker: quantize one checkpoint with llm-compressor. Imports nothing of qserve; runs in its own environment.
 
-job: source (bf16 folder), out (folder), calibration (JSON file of token-id lists, or None), samples, dtype ("float32" or
-"bfloat16", in which calibration computes), threads, modifiers (list of AWQ, GPTQ and plain settings), ignore, weights and
-input_activations (fields of compressed-tensors' QuantizationArgs).
+job: source (bf16 folder), out (folder), calibration (JSON file of token-id lists, or None), samples, dtype ("float32"
+or "bfloat16", in which calibration computes), threads, method, weights and input_activations (fields of
+compressed-tensors' QuantizationArgs), ignore, own_ignore (those that the user wrote), max_fallback; grid for AWQ,
+dampening for GPTQ.
 
-Weights are quantized against scales that are already rounded to bfloat16, because that is how they are stored and served.
+Weights are quantized against scales that are already rounded to bfloat16, because that is how they are stored and
+served.
 """
 
 import json
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.utils import match_named_modules
 from llmcompressor import oneshot
 from llmcompressor.core import LifecycleCallbacks
 from llmcompressor.modifiers.gptq import GPTQModifier
@@ -36,10 +39,12 @@ def main(job: dict[str, Any], emit: Emit) -> dict[str, Any]:
         IntermediatesCache.pin_memory = lambda *_: None  # it asks for an accelerator that is not there
     _round_scales()
     fallback = _collect_fallback()
+    _refuse_idle_awq()
     _report_layers(emit)
     emit("step", text="loading the model")
     model = AutoModelForCausalLM.from_pretrained(job["source"], dtype=getattr(torch, job["dtype"]))
     _refuse_broken_weights(model)
+    _refuse_idle_patterns(model, job["own_ignore"])
     if torch.accelerator.is_available() and job["calibration"] is None:
         model.to(torch.accelerator.current_accelerator())
     oneshot(model=model, recipe=_modifiers(job), **_calibration(job))
@@ -83,9 +88,9 @@ def _calibration(job: dict[str, Any]) -> dict[str, Any]:
     samples = json.loads(Path(job["calibration"]).read_text())[: job["samples"]]
     batches = list(_batches(samples))
     loader: Any = DataLoader(
-        batches,  # type: ignore[arg-type]
+        batches,
         batch_size=None,
-        collate_fn=lambda ids: {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids), len(ids[0]))},
+        collate_fn=lambda ids: {"input_ids": torch.tensor(ids), "attention_mask": torch.ones_like(torch.tensor(ids))},
     )
     return {"dataset": loader, "num_calibration_samples": len(batches)}
 
@@ -131,8 +136,8 @@ def _refuse_mostly_rounded(fallback: list[str], layers: int, limit: float) -> No
     share = len(set(fallback)) / layers
     if share > limit:
         raise ValueError(
-            f"GPTQ rounded {len(set(fallback))} of {layers} layers to nearest, because their Hessian could not be factored "
-            f"(limit {limit:.0%}); use more and more varied calibration samples, or a larger dampening"
+            f"GPTQ rounded {len(set(fallback))} of {layers} layers to nearest, because their Hessian could not be "
+            f"factored (limit {limit:.0%}); use more and more varied calibration samples, or a larger dampening"
         )
 
 
@@ -161,6 +166,26 @@ def _refuse_broken_weights(model: Any) -> None:
     for name, tensor in model.named_parameters():
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"the source weight {name} holds NaN or infinity")
+
+
+def _refuse_idle_patterns(model: Any, patterns: list[str]) -> None:
+    """A pattern that matches nothing is a typo, and the layer that was meant would be quantized."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    for pattern in patterns:
+        if next(match_named_modules(model, [pattern]), None) is None:
+            raise ValueError(f"ignore: {pattern!r} matches no layer; layers are called {', '.join(linear[:2])}, ...")
+
+
+def _refuse_idle_awq() -> None:
+    """Where no smoothing was found for an architecture, AWQ would be plain rounding under another name."""
+    original = AWQModifier._set_resolved_mappings
+
+    def resolved(self: Any, model: Any) -> None:
+        original(self, model)
+        if not self._resolved_mappings:
+            raise ValueError("AWQ knows no scaling for this architecture, so it would only round; use gptq")
+
+    AWQModifier._set_resolved_mappings = resolved
 
 
 def _is_quantized(module: Any) -> bool:

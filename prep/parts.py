@@ -1,7 +1,7 @@
 """Sort a data set's rows into three disjoint parts: calibration, quality, load.
 
-A record belongs to the part that the first byte of its text's sha256 names, so the parts share no record, whichever files
-they are read from. What is dropped is counted by reason.
+A record belongs to the part that the first byte of its text's sha256 names, so the parts share no record, whichever
+files they are read from. What is dropped is counted by reason.
 """
 
 import hashlib
@@ -19,8 +19,9 @@ COLUMNS = ("messages", "conversations", "text", "content")
 PARTS = ("calibration", "quality", "load")
 # ShareGPT's names for who speaks
 ROLES = {
-    "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
-    "bard": "assistant", "assistant": "assistant", "model": "assistant", "bot": "assistant", "system": "system",
+    "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "bing": "assistant", "bard": "assistant", "assistant": "assistant",
+    "model": "assistant", "bot": "assistant", "system": "system",
     "tool": "tool", "function": "tool",
 }  # fmt: skip
 Message = dict[str, str]
@@ -62,7 +63,9 @@ def sort_rows(spec: Dataset, rows: Iterable[Row]) -> Sorted:
             continue
         columns = columns or tuple(row.value)
         column = column or _choose(row, columns)
-        record = _record(row.value.get(column)) if column in row.value else _no_column(spec, row, column, columns)
+        if column not in row.value and column == spec.column and tuple(row.value) == columns:
+            raise UsageError(f"{row.where}: no column {column!r}; there is: {', '.join(columns) or '(none)'}")
+        record = _record(row.value.get(column))
         reason, key = _judge(record, seen)
         if reason:
             dropped[reason] += 1
@@ -79,7 +82,8 @@ def sort_rows(spec: Dataset, rows: Iterable[Row]) -> Sorted:
 def _refuse_bad(spec: Dataset, row: Row) -> None:
     if not spec.skip_bad_rows:
         raise UsageError(
-            f"{row.where}: {row.problem}; mend the file, read fewer `rows`, or set skip_bad_rows: true to count and skip"
+            f"{row.where}: {row.problem}; mend the file, read fewer `rows`, "
+            "or set skip_bad_rows: true to count and skip"
         )
 
 
@@ -90,12 +94,6 @@ def _choose(row: Row, columns: tuple[str, ...]) -> str:
     raise UsageError(
         f"{row.where}: no column {', '.join(COLUMNS)}; name one of these as `column`: {', '.join(columns) or '(none)'}"
     )
-
-
-def _no_column(spec: Dataset, row: Row, column: str, columns: tuple[str, ...]) -> None:
-    """A row without the column counts as blank; a first row without the column that the recipe names is an error."""
-    if spec.column is not None and columns == tuple(row.value or ()):
-        raise UsageError(f"{row.where}: no column {column!r}; there is: {', '.join(columns) or '(none)'}")
 
 
 def _record(value: object) -> Record | None:

@@ -18,13 +18,15 @@ from qserve.workspace import Workspace, free_bytes
 
 CPU_KERNEL_MULTIPLE = 32  # vLLM's W4A16 kernel for CPUs: input and output widths
 SPARE_BYTES = 256 * 2**20
-# Copies of the hidden states that calibration holds at once: cached inputs, their successors, and for AWQ the arguments and
-# two outputs of the block that is being scaled.
+# Copies of the hidden states that calibration holds at once: cached inputs, their successors, and for AWQ the
+# arguments and two outputs of the block that is being scaled.
 ACTIVATION_COPIES = {"awq": 6, "gptq": 3, "fp8": 2}
 
 
 def check_variant(name: str, variant: QuantizedVariant, config: Config, machine: Machine) -> None:
-    """Shapes, kernels and fused layers of one variant. Raises PreflightError. Unknown shapes pass: the worker finds out."""
+    """Shapes, kernels and fused layers of one variant. Raises PreflightError. Unknown shapes pass: the worker finds
+    out.
+    """
     scheme = scheme_of(variant)
     ignore = ignore_of(variant, config)
     names = list(layer_names(config))
@@ -43,13 +45,13 @@ def kernel_notes(name: str, variant: QuantizedVariant, config: Config, machine: 
     """What works here but not well: said before the work, no error."""
     match variant:
         case Fp8() if machine.flavour == "cpu" and "amx_tile" not in machine.isa:
-            yield f"{name}: this CPU has no FP8 kernel, so vLLM emulates it: the checkpoint is right, and serves slowly here"
+            yield f"{name}: this CPU has no FP8 kernel, so vLLM emulates it: the checkpoint is right, but slow here"
         case Fp8() if machine.gpu_capability is not None and float(machine.gpu_capability) < 8.9:
             yield f"{name}: this GPU has no FP8 arithmetic: vLLM uses the FP8 weights and 16-bit activations"
         case Awq() | Gptq(activations="none") if machine.flavour == "cuda":
             wide = {kind: shape for kind, shape in linear_shapes(config).items() if shape[1] % 128 or shape[0] % 64}
             if wide:
-                yield f"{name}: {_listed(wide)} do not fit vLLM's Marlin kernel (in 128, out 64): a slower one serves them"
+                yield f"{name}: {_listed(wide)} do not fit vLLM's Marlin kernel (128 in, 64 out): a slower one is used"
         case Awq() | Gptq() | Fp8():
             return
         case _:
@@ -82,20 +84,18 @@ def check_memory(recipe: Recipe, outline: Outline, variants: Mapping[str, Quanti
         need = weights + (samples * each if scheme_of(variant).calibrated else 0) + SPARE_BYTES
         if need > machine.memory_bytes:
             fit = (machine.memory_bytes - weights - SPARE_BYTES) // each
-            remedy = (
-                f"at most {fit} samples of {recipe.calibration.tokens} tokens fit"
-                if fit > 0
-                else "its weights alone do not fit"
-            )
+            remedy = f"at most {fit} such samples fit" if fit > 0 else "its weights alone do not fit"
             raise PreflightError(
-                f"{name}: needs about {need / 1e9:.1f} GB of memory ({weights / 1e9:.1f} GB weights, {samples} samples of "
-                f"{recipe.calibration.tokens} tokens), and this machine has {machine.memory_bytes / 1e9:.1f} GB; {remedy}"
+                f"{name}: needs about {need / 1e9:.1f} GB of memory ({weights / 1e9:.1f} GB weights, "
+                f"{samples} samples of {recipe.calibration.tokens} tokens), and this machine has "
+                f"{machine.memory_bytes / 1e9:.1f} GB; {remedy}"
             )
 
 
 def compute_dtype(outline: Outline, machine: Machine) -> str:
-    """In what calibration computes. CPUs are several times faster, and more exact, in float32; where that does not fit, and
-    on GPUs, bfloat16."""
+    """In what calibration computes. CPUs are several times faster, and more exact, in float32; where that does not
+    fit, and on GPUs, bfloat16.
+    """
     if machine.flavour == "cuda" or outline.bf16_bytes is None:
         return "bfloat16"
     room = min(machine.memory_bytes, psutil.virtual_memory().total)
@@ -149,12 +149,14 @@ def _check_cpu_kernel(name: str, scheme: Scheme, shapes: Mapping[str, tuple[int,
         return
     if scheme.bits == 8:
         raise PreflightError(
-            f"{name}: vLLM has no CPU kernel for 8-bit weights with 16-bit activations; use activations: int8, or bits: 4"
+            f"{name}: vLLM has no CPU kernel for 8-bit weights with 16-bit activations; "
+            "use activations: int8, or bits: 4"
         )
     if wrong := {k: s for k, s in shapes.items() if s[0] % CPU_KERNEL_MULTIPLE or s[1] % CPU_KERNEL_MULTIPLE}:
         raise PreflightError(
-            f"{name}: vLLM's 4-bit CPU kernel needs input and output widths that are multiples of {CPU_KERNEL_MULTIPLE}, and "
-            f"{_listed(wrong)} are not; use method fp8, or gptq with bits: 8 and activations: int8"
+            f"{name}: vLLM's 4-bit CPU kernel needs input and output widths that are multiples of "
+            f"{CPU_KERNEL_MULTIPLE}, and {_listed(wrong)} are not; use method fp8, "
+            "or gptq with bits: 8 and activations: int8"
         )
 
 

@@ -1,7 +1,7 @@
 """Read a data set's rows from a file: JSON array, JSONL, CSV, Parquet, plain text, each also gzipped.
 
-A reader yields one `Row` a record, good or bad, with the place it stands at ("file:line" or "file: row n"). Reading stops
-at the row limit, so a file that is cut off further on does not matter.
+A reader yields one `Row` a record, good or bad, with the place it stands at ("file:line" or "file: row n"). Reading
+stops at the row limit, so a file that is cut off further on does not matter.
 """
 
 import csv
@@ -20,7 +20,9 @@ READ_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Row:
-    """`value`: column -> value; None if the row cannot be read, for the reason in `problem`. `last`: reading cannot go on."""
+    """`value`: column -> value; None if the row cannot be read, for the reason in `problem`. `last`: reading cannot
+    go on.
+    """
 
     where: str
     value: dict[str, object] | None
@@ -29,7 +31,9 @@ class Row:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Rows of a file, or of every data file of a folder in name order. Raises UsageError: unknown kind, or not there."""
+    """Rows of a file, or of every data file of a folder in name order. Raises UsageError: unknown kind, or not
+    there.
+    """
     if path.is_dir():
         files = [file for file in sorted(path.iterdir()) if _kind(file) in SUFFIXES]
         if not files:
@@ -119,10 +123,12 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 continue
             where = f"{path}:{number}"
             try:
-                value = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
-                reason = getattr(error, "msg", None) or "not UTF-8 text"
-                yield Row(where, None, f"not JSON: {reason}")
+                value = json.loads(line.decode("utf-8-sig").rstrip())
+            except UnicodeDecodeError:
+                yield Row(where, None, "not UTF-8 text")
+                continue
+            except json.JSONDecodeError as error:
+                yield Row(where, None, f"not JSON: {error.msg}, column {error.colno}")
                 continue
             yield _row(where, value)
 

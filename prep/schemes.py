@@ -81,7 +81,9 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def layer_names(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """(kind, module name) of each linear layer of a decoder, in Llama's spelling. Nothing where shapes are not known."""
+    """(kind, module name) of each linear layer of a decoder, in Llama's spelling. Nothing where shapes are not
+    known.
+    """
     own = text_config(config)
     layers = own.get("num_hidden_layers")
     for index in range(layers if isinstance(layers, int) else 0):

@@ -1,7 +1,7 @@
 """Where a model comes from: a Hub repository, a local folder, a .gguf file, or a file inside a PyPI package.
 
-`look` reads what the model is (config.json or a GGUF header) before any weight is fetched; `open_model` gives the files.
-The source is only ever read.
+`look` reads what the model is (config.json or a GGUF header) before any weight is fetched; `open_model` gives the
+files. The source is only ever read.
 """
 
 import hashlib
@@ -27,7 +27,9 @@ Config = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Outline:
-    """What is known before weights are fetched. `bf16_bytes`: the size of its weights in bfloat16, if it can be told."""
+    """What is known before weights are fetched. `bf16_bytes`: the size of its weights in bfloat16, if it can be
+    told.
+    """
 
     config: Config
     kind: Literal["folder", "gguf"]

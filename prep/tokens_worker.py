@@ -1,10 +1,12 @@
-"""Worker: turn three files of records into token ids with a checkpoint's tokenizer. Loads no model; imports nothing of qserve.
+"""Worker: turn three files of records into token ids with a checkpoint's tokenizer. Loads no model; imports nothing
+of qserve.
 
-job: tokenizer (folder), out (folder), records (part -> JSONL of {"text"} or {"messages"}), calibration {samples, tokens,
-min_tokens, seed}, quality {windows, tokens}, load {tokens}.
+job: tokenizer (folder), out (folder), records (part -> JSONL of {"text"} or {"messages"}), calibration {samples,
+tokens, min_tokens, seed}, quality {windows, tokens}, load {tokens}.
 
-Conversations go through the chat template where the tokenizer has one; else their contents are joined by blank lines. A
-token that begins a sequence (BOS) stands first in samples and windows where the tokenizer itself puts one; load has none.
+Conversations go through the chat template where the tokenizer has one; else their contents are joined by blank lines.
+A token that begins a sequence (BOS) stands first in samples and windows where the tokenizer itself puts one; load has
+none.
 """
 
 import hashlib
@@ -92,8 +94,9 @@ def _samples(encoded: Iterator[list[int]], bos: int | None, want: dict[str, int]
 
 
 def _windows(encoded: Iterator[list[int]], bos: int | None, eos: int | None, want: dict[str, int]) -> Samples:
-    """`windows` windows of exactly `tokens` ids, no record in two. Records that are long enough give one each, from their
-    start; if those do not suffice, shorter ones are joined by the end token."""
+    """`windows` windows of exactly `tokens` ids, no record in two. Records that are long enough give one each, from
+    their start; if those do not suffice, shorter ones are joined by the end token.
+    """
     windows: Samples = []
     rest: list[int] = []
     for ids in encoded:

@@ -30,7 +30,9 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the checkpoint must be. `rescaled`: the method may change layers that it does not quantize (AWQ scales norms)."""
+    """What the checkpoint must be. `rescaled`: the method may change layers that it does not quantize (AWQ scales
+    norms).
+    """
 
     variant: str
     scheme: Scheme
@@ -62,8 +64,8 @@ def weigh(tensors: Tensors, targets: Iterable[str], count: int) -> Weights:
     embedding = sum(t.size_bytes for name, t in tensors.items() if _is_embedding(name, owners))
     total = sum(t.size_bytes for t in tensors.values())
     return Weights(
-        total_bytes=total, quantized_bytes=quantized, embedding_bytes=embedding, other_bytes=total - quantized - embedding,
-        parameters=count, bits_per_parameter=8 * total / count,
+        total_bytes=total, quantized_bytes=quantized, embedding_bytes=embedding,
+        other_bytes=total - quantized - embedding, parameters=count, bits_per_parameter=8 * total / count,
     )  # fmt: skip
 
 
