@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qserve.artifacts import Fidelity
-from qserve.eval.quality import Scored
+from qserve.artifacts import Estimate, Fidelity
+from qserve.eval.quality import Scored, perplexity
 from qserve.values import Frozen
 
 LIMIT_OVER_FLOOR = 3.0  # kernels sum in another order than transformers: allow thrice what rounding alone does
@@ -23,6 +23,10 @@ class Reference(Frozen):
     float32: tuple[tuple[float, ...], ...]
     bfloat16: tuple[tuple[float, ...], ...]
 
+    def perplexity(self) -> Estimate:
+        """In float32, with its standard error between windows."""
+        return perplexity(self.float32)
+
     def floor(self) -> float:
         """Mean absolute difference that rounding to bfloat16 makes, in nats."""
         return _mean_gap(self.float32, self.bfloat16)
@@ -30,23 +34,19 @@ class Reference(Frozen):
 
 def check(served: Sequence[Scored], own: Reference, baseline: Reference) -> Fidelity:
     """Compare what is served with the offline checkpoint; windows that the reference lacks are left out."""
-    windows = [tuple(float(x) for x in s.logprobs) for s in served[: len(own.float32)]]
+    windows = [s.logprobs for s in served[: len(own.float32)]]
     error = _mean_gap(windows, own.float32)
     floor = max(own.floor(), baseline.floor())
     limit = max(LIMIT_OVER_FLOOR * floor, SMALLEST_LIMIT)
     return Fidelity(
         faithful=error <= limit, error=error, floor=floor, limit=limit, tokens=sum(len(w) for w in windows),
-        reference_perplexity=_perplexity(own.float32), served_perplexity=_perplexity(windows),
+        reference_perplexity=own.perplexity().value, served_perplexity=perplexity(windows).value,
     )  # fmt: skip
 
 
-def _mean_gap(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> float:
+def _mean_gap(a: Sequence[Sequence[float] | np.ndarray], b: Sequence[Sequence[float] | np.ndarray]) -> float:
     return float(np.mean(np.abs(_flat(a) - _flat(b))))
 
 
-def _perplexity(windows: Sequence[Sequence[float]]) -> float:
-    return float(np.exp(-np.mean(_flat(windows))))
-
-
-def _flat(windows: Sequence[Sequence[float]]) -> np.ndarray:
+def _flat(windows: Sequence[Sequence[float] | np.ndarray]) -> np.ndarray:
     return np.concatenate([np.asarray(window) for window in windows])

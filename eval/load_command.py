@@ -43,6 +43,29 @@ class LoadReport(Artifact):
     summary: LoadSummary
 
 
+def load_text(report: LoadReport) -> str:
+    """The result in a few lines, for a terminal."""
+    done, unknown = report.summary, "unknown"
+    failed = ", ".join(f"{count} {reason}" for reason, count in done.failed.items()) or "none"
+
+    def ms(value: float | None) -> str:
+        return f"{1000 * value:.1f} ms" if value is not None else unknown
+
+    def number(value: float | None) -> str:
+        return f"{value:,.1f}" if value is not None else unknown
+
+    lines = [f"{report.model} at {report.url}"]
+    lines.append(f"requests      {done.ok} of {done.attempted} ok; failed: {failed}")
+    lines.append(f"concurrency   {number(done.delivered_concurrency)} delivered of {done.concurrency} asked for")
+    lines.append(
+        f"throughput    {number(done.output_tokens_per_s)} output tokens/s, {number(done.requests_per_s)} requests/s"
+    )
+    for name, item in (("TTFT", done.ttft_s), ("ITL", done.itl_s), ("end to end", done.e2e_s)):
+        lines.append(f"{name:13} p50 {ms(item.p50)}, p95 {ms(item.p95)}, p99 {ms(item.p99)}")
+    lines.append(f"client        {number(done.client_cpu)} cores, loop late by at most {ms(report.loop_lag_s)}")
+    return "\n".join([*lines, *([f"problem       {done.problem}"] if done.problem else [])])
+
+
 @dataclass(frozen=True)
 class Shape:
     """The requests of a run."""

@@ -78,9 +78,9 @@ def mean_of_windows(values: Sequence[float]) -> Estimate:
     return Estimate(value=float(np.mean(values)), se=se)
 
 
-def perplexity(scored: Sequence[Scored]) -> Estimate:
-    """exp of the mean negative log-likelihood; standard error by the delta method."""
-    nll = mean_of_windows([-float(s.logprobs.mean()) for s in scored])
+def perplexity(windows: Sequence[Sequence[float] | np.ndarray]) -> Estimate:
+    """exp of the mean negative log-likelihood of windows of log-probabilities; standard error by the delta method."""
+    nll = mean_of_windows([-float(np.mean(window)) for window in windows])
     value = float(np.exp(nll.value))
     return Estimate(value=value, se=None if nll.se is None else value * nll.se)
 
@@ -99,7 +99,7 @@ def compare_quality(variant: Sequence[Scored], baseline: Sequence[Scored] | None
         kl = mean_of_windows([_window_mean(kl_divergence, b, v) for v, b in pairs])
         top1 = mean_of_windows([_window_mean(_same_top, b, v) for v, b in pairs])
     return Quality(
-        perplexity=perplexity(variant), perplexity_ratio=ratio, kl=kl, top1=top1, windows=len(variant),
+        perplexity=perplexity([s.logprobs for s in variant]), perplexity_ratio=ratio, kl=kl, top1=top1, windows=len(variant),
         tokens=sum(len(s.logprobs) for s in variant), **made_of,
     )  # fmt: skip
 

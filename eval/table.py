@@ -66,7 +66,9 @@ def _size(variant: VariantResult) -> tuple[Cell, Cell]:
 def _quality(variant: VariantResult, is_baseline: bool) -> tuple[Cell, ...]:
     quality = variant.quality
     if quality is None:
-        return (Cell(UNKNOWN, why="quality was not measured"),) * 4
+        offline = Cell(figures.estimate(variant.offline_perplexity), under="in transformers, not served")
+        first = offline if variant.offline_perplexity else Cell(UNKNOWN, why="quality was not measured")
+        return first, *(Cell(UNKNOWN, why="quality was not measured"),) * 3
     against = (quality.perplexity_ratio, quality.kl, quality.top1)
     if is_baseline:
         return Cell(figures.estimate(quality.perplexity)), *(Cell(NONE, why="the reference"),) * 3

@@ -20,7 +20,7 @@ import psutil
 from pydantic import TypeAdapter
 
 from qserve import __version__
-from qserve.artifacts import Artifact, DataParts, Machine, Point, Report, VariantResult
+from qserve.artifacts import Artifact, DataParts, Machine, Memory, Point, Report, VariantResult
 from qserve.errors import QserveError, ServerError, UsageError
 from qserve.eval import fidelity, quality, throughput
 from qserve.eval.load import LabelledRecord, write_requests
@@ -237,7 +237,7 @@ def _measure_beside(
     """One variant beside the running bf16. A variant that fails is a result too: it says why."""
     if reason := vllm.unservable(context.inputs.recipe.variant(prepared.variant), context.inputs.machine):
         context.inputs.say(f"{prepared.variant}: not served: {reason}")
-        return Part(result=_failed(prepared, f"not servable on this machine: {reason}"))
+        return Part(result=_failed(context, prepared, f"not servable on this machine: {reason}"))
     try:
         with _served(context, prepared) as live:
             _, result = _judge(context, prepared, live, base_scored)
@@ -249,7 +249,7 @@ def _measure_beside(
         if not base.alive():
             raise
         context.inputs.say(f"{prepared.variant}: failed: {error}")
-        return Part(result=_failed(prepared, str(error)))
+        return Part(result=_failed(context, prepared, str(error)))
 
 
 def _judge(
@@ -275,7 +275,7 @@ def _judge(
         )
     result = VariantResult(
         name=prepared.variant, label=prepared.manifest.label, status="measured" if gate.faithful else "not faithful",
-        problem=problem, **_made(prepared), server=facts, fidelity=gate,
+        problem=problem, **_made(context, prepared), server=facts, fidelity=gate,
         memory=vllm.memory(live, prepared.manifest.weights.total_bytes, live.memory_bytes(), context.token_bytes),
         quality=quality.compare_quality(scored, base_scored, text),
     )  # fmt: skip
@@ -285,18 +285,22 @@ def _judge(
     return scored, result
 
 
-def _made(prepared: Prepared) -> dict[str, object]:
+def _made(context: Context, prepared: Prepared) -> dict[str, object]:
     manifest = prepared.manifest
     return {
         "bits_per_parameter": manifest.weights.bits_per_parameter, "layers": manifest.layers,
         "layers_fallback": len(manifest.layers_fallback), "prep_s": manifest.wall_s,
+        "offline_perplexity": context.references[prepared.variant].perplexity(),
     }  # fmt: skip
 
 
-def _failed(prepared: Prepared, why: str) -> VariantResult:
+def _failed(context: Context, prepared: Prepared, why: str) -> VariantResult:
+    size = prepared.manifest.weights.total_bytes
+    unknown = Memory(disk_bytes=size, loaded_bytes=None, kv_capacity_tokens=None, kv_bytes=None, peak_bytes=None)
     return VariantResult(
-        name=prepared.variant, label=prepared.manifest.label, status="failed", problem=why, **_made(prepared)
-    )
+        name=prepared.variant, label=prepared.manifest.label, status="failed", problem=why, memory=unknown,
+        **_made(context, prepared),
+    )  # fmt: skip
 
 
 def _alternate(context: Context, live: server.Server, base: server.Server) -> tuple[Pair, ...]:
@@ -345,7 +349,7 @@ def _rounds(context: Context) -> Iterator[str]:
         except QserveError as error:
             if f"server-{BASELINE}" in str(error):
                 raise
-            Part(result=_failed(prepared, str(error))).write(_part_path(context.run, prepared.variant))
+            Part(result=_failed(context, prepared, str(error))).write(_part_path(context.run, prepared.variant))
             continue
         Part(result=base_result).write(_part_path(context.run, BASELINE))
         part.write(_part_path(context.run, prepared.variant))

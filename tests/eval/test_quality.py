@@ -38,10 +38,10 @@ def test_merging_the_tail_never_raises_the_divergence() -> None:
 
 def test_perplexity_and_its_error() -> None:
     windows = [scored(logs(a=0.5), logs(a=0.5)), scored(logs(a=0.25), logs(a=0.25))]
-    value = perplexity(windows)
+    value = perplexity([w.logprobs for w in windows])
     assert value.value == pytest.approx(math.exp((math.log(2) + math.log(4)) / 2))
     assert value.se == pytest.approx(value.value * math.log(2) / 2)  # sd ln(2)/sqrt(2), over sqrt(2) windows
-    assert perplexity(windows[:1]).se is None
+    assert perplexity([windows[0].logprobs]).se is None
 
 
 def test_quality_is_paired_with_the_baseline() -> None:
