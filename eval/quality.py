@@ -99,8 +99,8 @@ def compare_quality(variant: Sequence[Scored], baseline: Sequence[Scored] | None
         kl = mean_of_windows([_window_mean(kl_divergence, b, v) for v, b in pairs])
         top1 = mean_of_windows([_window_mean(_same_top, b, v) for v, b in pairs])
     return Quality(
-        perplexity=perplexity([s.logprobs for s in variant]), perplexity_ratio=ratio, kl=kl, top1=top1, windows=len(variant),
-        tokens=sum(len(s.logprobs) for s in variant), **made_of,
+        perplexity=perplexity([s.logprobs for s in variant]), perplexity_ratio=ratio, kl=kl, top1=top1,
+        windows=len(variant), tokens=sum(len(s.logprobs) for s in variant), **made_of,
     )  # fmt: skip
 
 

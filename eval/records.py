@@ -92,8 +92,8 @@ DEFINITIONS = {
 
 def write_requests(path: Path, rows: Iterable[LabelledRecord]) -> None:
     """Write raw requests as Parquet (zstd); each column's definition is in its field's metadata. Times in seconds."""
-    import pyarrow as pa  # type: ignore[import-untyped]  # here, because it is slow to import
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    import pyarrow as pa  # here, because it is slow to import
+    import pyarrow.parquet as pq
 
     whole = {"concurrency", "block", "index", "deltas", "prompt_tokens", "output_tokens"}
     whole |= {"asked_prompt_tokens", "asked_output_tokens"}

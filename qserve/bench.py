@@ -27,7 +27,7 @@ from qserve.eval.load import LabelledRecord, write_requests
 from qserve.eval.report import write_report
 from qserve.eval.throughput import Pair, Plan, Prompts
 from qserve.jobs import Job, run_job
-from qserve.prep.stage import Prepared
+from qserve.prep.checkpoint import Prepared
 from qserve.recipe import BASELINE, Bench, Recipe
 from qserve.runtimes import Runtime
 from qserve.serve import server, vllm

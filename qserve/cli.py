@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from qserve.errors import LoadError, QserveError, ServerError, UsageError
 
 if TYPE_CHECKING:
-    from qserve.prep.stage import Prepared
+    from qserve.prep.checkpoint import Prepared
     from qserve.recipe import Recipe
     from qserve.serve.vllm import Settings
 
