@@ -127,7 +127,8 @@ class LoadSummary(Frozen):
     """One closed-loop load, or several blocks of it pooled.
 
     output_tokens_per_s: tokens of completed and cut requests, by the server's usage counts, over the time from the
-        first send to the last byte (or to the cut). Where a server sends no usage, text deltas are counted and `counted_by` says so.
+        first send to the last byte (or to the cut). Where a server sends no usage, text deltas are counted, and
+        `counted_by` says so.
     ttft: send to first text or reasoning delta (not the role chunk). itl: between successive deltas of a request.
     tpot: (e2e - ttft) / (output tokens - 1) of a request. e2e: send to last byte.
     Latencies are of completed requests; `cut` requests were still running when the block's time ended: their tokens
