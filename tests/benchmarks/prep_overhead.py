@@ -2,9 +2,9 @@
 
     python tests/benchmarks/prep_overhead.py [RECIPE] --variant int8 --pairs 3
 
-The recipe must have been prepared once, so that the model, the data and the environment are there. Each pair removes the
-variant's checkpoint, times `qserve prep --only VARIANT` as a whole process, and times the bare script as a whole process.
-Prints both wall times and their ratio.
+The recipe must have been prepared once, so that the model, the data and the environment are there. Each pair removes
+the variant's checkpoint, times `qserve prep --only VARIANT` as a whole process, and times the bare script as a whole
+process. Prints both wall times and their ratio.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/serving_settings.py CHECKPOINT --b-env VLLM_CPU_OMP_THREADS_BIND=0,1 --arg=--enforce-eager
 
-A is plain vLLM, B is vLLM with `--b-env` and `--b-arg`, or (`--ours`) with what qserve would set. `--arg` and `--env` go
-to both. Prints B / A for throughput, TTFT and ITL at each concurrency. Nothing else may run meanwhile.
+A is plain vLLM, B is vLLM with `--b-env` and `--b-arg`, or (`--ours`) with what qserve would set. `--arg` and `--env`
+go to both. Prints B / A for throughput, TTFT and ITL at each concurrency. Nothing else may run meanwhile.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from qserve.artifacts import Point
 from qserve.eval import throughput
 from qserve.machine import look
 from qserve.recipe import Bench, Serving
@@ -66,22 +67,25 @@ def main() -> None:
     )  # fmt: skip
     a, b = launches(args)
     prompts = throughput.Prompts(np.random.default_rng(time.time_ns()).integers(1000, 40_000, 500_000), None)
-    with tempfile.TemporaryDirectory() as logs:
-        with server.running(a, Path(logs) / "a", print) as plain, server.running(b, Path(logs) / "b", print) as other:
-            print(
-                f"start-up: A {plain.startup_s:.0f} s, B {other.startup_s:.0f} s; B: {' '.join(b.argv[3:])} {dict(b.env)}"
-            )
-            for concurrency in bench.concurrency:
-                plan = throughput.Plan(bench, prompts, float("inf"))
-                point = throughput.point(list(throughput.measure_level(concurrency, (other, plain), plan)), args.pairs)
-                print(f"concurrency {concurrency}: A {point.baseline.output_tokens_per_s:.1f} tok/s, ", end="")
-                print(f"B {point.variant.output_tokens_per_s:.1f} tok/s; B/A:", end="")
-                for name, item in (("throughput", point.throughput), ("TTFT", point.ttft), ("ITL", point.itl)):
-                    print(
-                        f" {name} {item.value:.2f} [{item.low:.2f}, {item.high:.2f}]" if item and item.low else name,
-                        end="",
-                    )
-                print(flush=True)
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        server.running(a, Path(logs) / "a", print) as plain,
+        server.running(b, Path(logs) / "b", print) as other,
+    ):
+        print(f"start-up: A {plain.startup_s:.0f} s, B {other.startup_s:.0f} s")
+        print(f"B: {' '.join(b.argv[3:])} {dict(b.env)}")
+        for concurrency in bench.concurrency:
+            plan = throughput.Plan(bench, prompts, float("inf"))
+            print(line(throughput.point(list(throughput.measure_level(concurrency, (other, plain), plan)), args.pairs)))
+
+
+def line(point: Point) -> str:
+    """One concurrency: both speeds, and B / A with its interval."""
+    parts = [f"{name} {item.value:.2f} [{item.low}, {item.high}]" for name, item in (
+        ("throughput", point.throughput), ("TTFT", point.ttft), ("ITL", point.itl),
+    ) if item]  # fmt: skip
+    speeds = f"A {point.baseline.output_tokens_per_s} tok/s, B {point.variant.output_tokens_per_s} tok/s"
+    return f"concurrency {point.concurrency}: {speeds}; B/A: {', '.join(parts)}"
 
 
 if __name__ == "__main__":
