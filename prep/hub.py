@@ -1,14 +1,12 @@
 """Models on the Hub: a commit, its config first, then its files. Each failure is one sentence with a next step."""
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -25,6 +23,7 @@ FILES = (
     "*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICEN[CS]E*", "NOTICE*",
     "COPYING*", "USE_POLICY*",
 )  # fmt: skip
+HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests")
 
 
 @dataclass(frozen=True)
@@ -33,41 +32,32 @@ class Commit:
 
     repo: str
     revision: str
+    config: Path
     weight_bytes: int | None
 
 
 def find_commit(repo: str, revision: str | None) -> Commit:
-    """The commit that `revision` (None: the main branch) names now; offline, the one in the cache."""
-    if revision and re.fullmatch(r"[0-9a-f]{40}", revision) and _cached(repo, revision):
-        return Commit(repo, revision, None)
+    """The commit that `revision` (None: the main branch) names, by way of its config.json; offline, the one in the
+    cache. A full commit id whose config is in the cache is not asked for again.
+    """
+    offline = constants.HF_HUB_OFFLINE
     with explained(repo, revision):
-        if constants.HF_HUB_OFFLINE:
-            found = snapshot_download(repo, revision=revision, local_files_only=True)
-            return Commit(repo, Path(found).name, None)
-        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=20)
+        if offline or (revision and isinstance(try_to_load_from_cache(repo, "config.json", revision=revision), str)):
+            config = Path(hf_hub_download(repo, "config.json", revision=revision, local_files_only=True))
+            if offline or config.parent.name == revision:
+                return Commit(repo, config.parent.name, config, None)
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=20)  # fails at once, no retries
+        config = Path(hf_hub_download(repo, "config.json", revision=revision))  # by name, so that the cache knows it
     sizes = [file.size for file in info.siblings or () if file.rfilename.endswith(".safetensors")]
-    known = sum(size for size in sizes if size is not None) if None not in sizes else None
     if not sizes:
         raise UsageError(f"{repo} has no safetensors weights; choose a model that has (or a local .gguf file)")
-    return Commit(repo, info.sha or str(revision), known)
+    return Commit(repo, config.parent.name, config, None if None in sizes else sum(size or 0 for size in sizes))
 
 
-def fetch_config(commit: Commit) -> Path:
-    """config.json alone: enough to see whether the variants can work."""
-    with explained(commit.repo, commit.revision):
-        return Path(hf_hub_download(commit.repo, "config.json", revision=commit.revision))
-
-
-def fetch_files(commit: Commit) -> Path:
+def fetch_files(repo: str, revision: str) -> Path:
     """Every file that a checkpoint needs, in the Hub's cache."""
-    with explained(commit.repo, commit.revision):
-        return Path(snapshot_download(commit.repo, revision=commit.revision, allow_patterns=list(FILES)))
-
-
-def _cached(repo: str, revision: str) -> bool:
-    """Whether this commit's config is in the cache, so that nobody has to be asked what it is."""
-    folder = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "snapshots" / revision
-    return (folder / "config.json").is_file()
+    with explained(repo, revision):
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(FILES)))
 
 
 @contextmanager
@@ -90,20 +80,25 @@ def explained(repo: str, revision: str | None) -> Iterator[None]:
             f"the Hub shows no {repo}: check the spelling, or, if it is private, log in (`hf auth login`, or HF_TOKEN)"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        if isinstance(error.__cause__, HfHubHTTPError):  # not in the cache, after the Hub refused
+            code = error.__cause__.response.status_code
+            raise UsageError(f"the Hub answered {code} for {repo}{at}; {_what_to_do(code)}") from error
         if constants.HF_HUB_OFFLINE:
             raise UsageError(
                 f"{repo}{at} is not complete in the Hub's cache, and HF_HUB_OFFLINE is set; "
                 "unset it, or give a local folder"
             ) from error
-        raise UsageError(
-            f"the Hub cannot be reached for {repo}{at}; check the network, or give a local folder"
-        ) from error
+        raise UsageError(f"the Hub cannot be reached for {repo}{at}; check the network") from error
     except HfHubHTTPError as error:
         code = error.response.status_code
         raise UsageError(f"the Hub answered {code} for {repo}{at}; {_what_to_do(code)}") from error
-    except (httpx.HTTPError, OSError) as error:
+    except Exception as error:  # the client has changed its HTTP library from release to release
+        library = type(error).__module__.partition(".")[0]
+        if not isinstance(error, OSError) and library not in HTTP_LIBRARIES:
+            raise
         raise UsageError(
-            f"the Hub cannot be reached for {repo}{at} ({type(error).__name__}); check the network"
+            f"the Hub cannot be reached for {repo}{at} ({type(error).__name__}); "
+            "check the network, or set HF_HUB_OFFLINE=1 to use what is in the cache"
         ) from error
 
 

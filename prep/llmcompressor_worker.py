@@ -27,7 +27,7 @@ from llmcompressor.observers.base import Observer
 from llmcompressor.pipelines.cache import IntermediatesCache
 from llmcompressor.pipelines.sequential import pipeline as sequential
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 Emit = Callable[..., None]
 BATCH_TOKENS = 2048
@@ -200,6 +200,7 @@ def _store_as_bf16(model: Any) -> None:
             if parameter.dtype == torch.float32 and not (name == "weight" and _is_quantized(module)):
                 parameter.data = parameter.data.to(torch.bfloat16)
     model.config.dtype = torch.bfloat16
+    model.generation_config = GenerationConfig()  # the source's own file is carried over, and need not pass a check
 
 
 def _forward(folder: str) -> dict[str, float]:

@@ -126,7 +126,7 @@ def _look_on_hub(repo: str, revision: str | None) -> Outline:
     from qserve.prep import hub  # the Hub client takes 0.3 s to import
 
     commit = hub.find_commit(repo, revision)
-    config = read_config(hub.fetch_config(commit).parent)
+    config = read_config(commit.config.parent)
     refuse_quantized(config, repo)
     return Outline(config, "folder", None, commit.revision, commit.weight_bytes, None)
 
@@ -135,7 +135,7 @@ def _fetch(recipe: Recipe, outline: Outline) -> Path:
     from qserve.prep import hub
 
     assert outline.revision is not None
-    return hub.fetch_files(hub.Commit(source_text(recipe.model), outline.revision, None))
+    return hub.fetch_files(source_text(recipe.model), outline.revision)
 
 
 def refuse_quantized(config: Config, name: str) -> None:

@@ -86,7 +86,7 @@ def test_a_gzip_file_that_breaks_off(tmp_path: Path) -> None:
     lines = "\n".join(json.dumps({"text": f"row {i * 7919}"}) for i in range(5000)).encode()
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(lines)[:-4000])
-    with pytest.raises(UsageError, match="row [0-9]+: Compressed file ended"):
+    with pytest.raises(UsageError, match=r"row [0-9]+: Compressed file ended"):
         read(path)
     found = read(path, skip_bad_rows=True)
     assert found.dropped == {"bad row": 1}

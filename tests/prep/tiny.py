@@ -78,15 +78,15 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     vocab = {letters[byte]: byte for byte in range(256)} | {token: 256 + i for i, token in enumerate(special)}
     added = [
         {
-            "id": 256 + i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-            "special": True,
+            "id": 256 + i, "content": token, "special": True, "normalized": False,
+            "single_word": False, "lstrip": False, "rstrip": False,
         }
         for i, token in enumerate(special)
     ]  # fmt: skip
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     model = {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-        "fuse_unk": False, "byte_fallback": False, "vocab": vocab, "merges": [],
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": vocab, "merges": [],
     }  # fmt: skip
     tokenizer = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
