@@ -5,6 +5,8 @@ It builds the managed environments if this machine has none yet, so it takes min
 
 import json
 import math
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -118,6 +120,33 @@ def test_the_report_prints_in_each_format(report: Report, project: Path) -> None
     assert json.loads(qserve("report", "--format", "json", cwd=project).stdout)["run"] == report.run
     assert "| int8" in qserve("report", cwd=project).stdout
     assert qserve("report", "--format", "html", cwd=project).stdout.lower().startswith("<!doctype html>")
+
+
+def test_serve_prints_a_curl_line_that_works_and_stops_on_ctrl_c(prepared: dict[str, Path], project: Path) -> None:
+    assert prepared
+    code = "import sys; from qserve.cli import app; sys.argv[0] = 'qserve'; app()"
+    command = [sys.executable, "-c", code, "serve", "int8", "--port", "0"]
+    process = subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        curl = process.stdout.readline().strip()
+        assert curl.startswith("curl http://127.0.0.1:")
+        silent = curl.replace("curl", "curl -s", 1)
+        reply = subprocess.run(["bash", "-c", silent], capture_output=True, text=True, check=True)
+        assert json.loads(reply.stdout)["choices"][0]["message"]["content"]
+        url = curl.split()[1].split("/v1/")[0]
+        words = ("--requests", "4", "--output-tokens", "8", "--format", "json")
+        load = json.loads(qserve("load", url, *words, cwd=project).stdout)
+        assert (load["summary"]["ok"], load["summary"]["output_tokens"]) == (4, 32)
+        assert load["model"] == "int8"
+        metrics = subprocess.run(["curl", "-s", f"{url}/metrics"], capture_output=True, text=True, check=True).stdout
+        assert "vllm:prefix_cache_queries_total" in metrics
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert said.rstrip().endswith("stopped")
+    assert re.search(r"ready after \d+ s; kernels: \w+.*; KV cache: \d+ tokens", said)
 
 
 def test_no_server_is_left(report: Report, project: Path) -> None:
