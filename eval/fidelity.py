@@ -18,7 +18,8 @@ SMALLEST_LIMIT = 0.01  # nats; for a floor that is measured as almost nothing
 
 
 class Reference(Frozen):
-    """Log-probabilities of the windows' tokens in transformers, one list a window, in nats."""
+    """Log-probabilities of the windows' tokens in transformers, one list a window, in nats; in bfloat16 of the first
+    windows alone."""
 
     float32: tuple[tuple[float, ...], ...]
     bfloat16: tuple[tuple[float, ...], ...]
@@ -29,7 +30,7 @@ class Reference(Frozen):
 
     def floor(self) -> float:
         """Mean absolute difference that rounding to bfloat16 makes, in nats."""
-        return _mean_gap(self.float32, self.bfloat16)
+        return _mean_gap(self.float32[: len(self.bfloat16)], self.bfloat16)
 
 
 def check(served: Sequence[Scored], own: Reference, baseline: Reference) -> Fidelity:

@@ -78,6 +78,12 @@ def test_a_window_that_was_not_scored_offline_does_not_count() -> None:
     assert fidelity.check([scored({1: -1.0}), scored({1: -9.0})], reference, reference).tokens == 1
 
 
+def test_the_floor_is_of_the_windows_that_bfloat16_saw() -> None:
+    reference = fidelity.Reference(float32=((-1.0,), (-5.0,)), bfloat16=((-1.5,),))
+    assert reference.floor() == pytest.approx(0.5)
+    assert reference.perplexity().value == pytest.approx(math.exp(3))
+
+
 # --- ratios ----------
 def test_ratio_of_equal_pairs_has_the_t_interval() -> None:
     found = ratio([(2.0, 1.0), (2.2, 1.0), (1.8, 1.0)], higher_is_faster=True)
