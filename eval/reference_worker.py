@@ -1,7 +1,7 @@
 """Worker: log-probabilities of windows of token ids under a checkpoint, in plain transformers.
 
-Job: {checkpoint: folder, windows: [[id, ...], ...], threads: n}. Result: {float32: [[nats, ...], ...], bfloat16: the same
-of the first window alone}: it only serves to see what rounding does, and bfloat16 is slow on many CPUs.
+Job: {checkpoint: folder, windows: [[id, ...], ...], threads: n}. Result: {float32: [[nats, ...], ...], bfloat16: the
+same of the first window alone}: it only serves to see what rounding does, and bfloat16 is slow on many CPUs.
 Quantized weights are expanded by compressed-tensors, activations are rounded as the checkpoint says.
 """
 

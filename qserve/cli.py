@@ -115,10 +115,11 @@ def bench(
     workspace: WorkspaceOption = None,
 ) -> None:
     """Serve every checkpoint beside bf16; measure quality, memory, throughput and latency; write a report."""
-    from qserve.bench import Inputs, quick_recipe, run_bench
+    from qserve.bench import quick_recipe, run_bench
     from qserve.eval.findings import findings
     from qserve.eval.report import read_report
     from qserve.machine import look
+    from qserve.measure import Inputs
     from qserve.prep.stage import ensure_data, find_prepared
     from qserve.recipe import find_recipe, load_recipe
     from qserve.runtimes import ensure_runtime

@@ -1,0 +1,282 @@
+"""Measure every variant of a run beside bf16. This is where serve/ and eval/ meet; neither knows the other.
+
+    together    bf16 up all the time, each variant in its turn beside it: blocks alternate
+    in rounds   where two do not fit: bf16 | variant variant | bf16, each half with the other's prompts
+
+Each variant becomes a Part, saved at once, so that an interrupted run goes on where it stopped. A variant that fails
+is a result too: it says why.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from pydantic import TypeAdapter
+
+from qserve.artifacts import Artifact, DataParts, Machine, Memory, VariantResult
+from qserve.errors import QserveError, ServerError
+from qserve.eval import fidelity, quality, throughput
+from qserve.eval.throughput import Pair, Plan, Prompts
+from qserve.prep.checkpoint import Prepared
+from qserve.recipe import BASELINE, Bench, Recipe
+from qserve.runtimes import Runtime
+from qserve.serve import server, vllm
+from qserve.workspace import Workspace
+
+Say = Callable[[str], None]
+PAIRS = TypeAdapter(tuple[Pair, ...])
+
+
+class Part(Artifact):
+    """One variant of a run, done: its result and the raw blocks (Pair values as JSON)."""
+
+    result: VariantResult
+    pairs: str = "[]"
+
+    def blocks(self) -> tuple[Pair, ...]:
+        return PAIRS.validate_json(self.pairs)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything a run needs, gathered and checked before anything starts."""
+
+    recipe: Recipe
+    recipe_file: Path
+    workspace: Workspace
+    prepared: tuple[Prepared, ...]  # baseline first
+    data: Path  # data/<digest>/
+    machine: Machine
+    engine: Runtime
+    reference: Runtime
+    quick: bool
+    say: Say
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the steps of a run share."""
+
+    inputs: Inputs
+    run: Path
+    settings: vllm.Settings
+    windows: tuple[quality.Window, ...]
+    parts: DataParts
+    prompts: Prompts
+    references: Mapping[str, fidelity.Reference]
+    token_bytes: int  # of KV cache, a token
+
+    def plan(self, deadline: float) -> Plan:
+        return Plan(self.inputs.recipe.bench, self.prompts, deadline)
+
+
+def heaviest(inputs: Inputs) -> int:
+    return max(p.manifest.weights.total_bytes for p in inputs.prepared)
+
+
+def fit_together(inputs: Inputs) -> bool:
+    """Do bf16 and a variant fit side by side? Weights twice while loading, and 3 GiB each for the rest."""
+    need = 2 * (2 * heaviest(inputs) + 3 * vllm.GIB)
+    if inputs.machine.flavour == "cuda":
+        need = round(2 * (1.2 * heaviest(inputs) + 3 * vllm.GIB))
+        room = (inputs.machine.gpu_memory_bytes or 0) * inputs.recipe.serving.tensor_parallel
+        return need <= 0.9 * room
+    available: int = psutil.virtual_memory().available
+    return need <= available
+
+
+def part_path(run: Path, variant: str) -> Path:
+    """Where a variant's part lies."""
+    return run / f"part-{variant}.json"
+
+
+def measure(context: Context) -> Iterator[str]:
+    """Measure what has no part yet; yields a line as each variant begins."""
+    yield from _together(context) if fit_together(context.inputs) else _rounds(context)
+
+
+@contextmanager
+def _served(context: Context, prepared: Prepared) -> Iterator[server.Server]:
+    """The live server of one checkpoint on a free port. If it dies inside the block, its own log says why."""
+    at = ("127.0.0.1", server.free_port("127.0.0.1", 0))
+    launch = vllm.launch_vllm(context.inputs.engine.python, prepared.folder, prepared.variant, context.settings, at)
+    log = context.run / f"server-{prepared.variant}.log"
+    context.inputs.say(f"{prepared.variant}: starting vLLM")
+    with server.running(launch, log, context.inputs.say) as live:
+        context.inputs.say(f"{prepared.variant}: ready after {live.startup_s:.0f} s")
+        try:
+            yield live
+        except QserveError as error:
+            if live.alive():
+                raise
+            raise ServerError(f"vLLM died while it served: {server.first_error(log)}; log: {log}") from error
+
+
+def _together(context: Context) -> Iterator[str]:
+    """Both servers up: bf16 all the time, each variant in its turn."""
+    baseline, *variants = context.inputs.prepared
+    todo = [p for p in variants if not part_path(context.run, p.variant).exists()]
+    if not todo and part_path(context.run, BASELINE).exists():
+        return
+    with _served(context, baseline) as base:
+        base_scored, result = _judge(context, baseline, base, None)
+        if result.status != "measured":
+            raise ServerError(f"bf16 itself is not served faithfully: {result.problem}; log: {base.log}")
+        peak = base.memory_bytes() or 0
+        for prepared in todo:
+            yield f"--- {prepared.variant}: {prepared.manifest.label}"
+            part = _measure_beside(context, prepared, base, base_scored)
+            peak = max([peak, *(p.baseline.memory_bytes or 0 for p in part.blocks())])
+            part.write(part_path(context.run, prepared.variant))
+        Part(result=_with_peak(result, peak)).write(part_path(context.run, BASELINE))
+
+
+def _measure_beside(
+    context: Context, prepared: Prepared, base: server.Server, base_scored: tuple[quality.Scored, ...]
+) -> Part:
+    """One variant beside the running bf16. A variant that fails is a result too: it says why."""
+    if reason := vllm.unservable(context.inputs.recipe.variant(prepared.variant), context.inputs.machine):
+        context.inputs.say(f"{prepared.variant}: not served: {reason}")
+        return Part(result=_failed(context, prepared, f"not servable on this machine: {reason}"))
+    try:
+        with _served(context, prepared) as live:
+            _, result = _judge(context, prepared, live, base_scored)
+            if result.status != "measured":
+                return Part(result=result)
+            pairs = _alternate(context, live, base)
+            return _part(context, result, pairs, live.memory_bytes())
+    except QserveError as error:
+        if not base.alive():
+            raise
+        context.inputs.say(f"{prepared.variant}: failed: {error}")
+        return Part(result=_failed(context, prepared, str(error)))
+
+
+def _judge(
+    context: Context, prepared: Prepared, live: server.Server, base_scored: tuple[quality.Scored, ...] | None
+) -> tuple[tuple[quality.Scored, ...], VariantResult]:
+    """What is served, how good it is, and whether it is what the checkpoint says."""
+    facts = vllm.facts(live, live.log.name)
+    if prepared.variant != BASELINE and facts.quantization is None:
+        raise ServerError(
+            f"vLLM serves {prepared.variant} unquantized: it read no quantization_config; log: {live.log}"
+        )
+    recipe = context.inputs.recipe
+    context.inputs.say(f"{prepared.variant}: scoring {len(context.windows)} windows of {recipe.quality.tokens} tokens")
+    scored = quality.score(live, context.windows, recipe.quality.top_k)
+    gate = fidelity.check(scored, context.references[prepared.variant], context.references[BASELINE])
+    data, bos = context.parts.quality, context.parts.bos_token_id
+    text = quality.describe_text(data, recipe.quality.tokens, recipe.quality.top_k, bos)
+    problem = None
+    if not gate.faithful:
+        problem = (
+            f"served log-probabilities are {gate.error:.3f} nats from the checkpoint's in transformers; rounding "
+            f"explains {gate.floor:.3f}, the limit is {gate.limit:.3f}"
+        )
+    result = VariantResult(
+        name=prepared.variant, label=prepared.manifest.label, status="measured" if gate.faithful else "not faithful",
+        problem=problem, **_made(context, prepared), server=facts, fidelity=gate,
+        memory=vllm.memory(live, prepared.manifest.weights.total_bytes, live.memory_bytes(), context.token_bytes),
+        quality=quality.compare_quality(scored, base_scored, text),
+    )  # fmt: skip
+    context.inputs.say(
+        f"{prepared.variant}: perplexity {result.quality.perplexity.value:.3f}" if result.quality else ""
+    )
+    return scored, result
+
+
+def _made(context: Context, prepared: Prepared) -> dict[str, object]:
+    manifest = prepared.manifest
+    return {
+        "bits_per_parameter": manifest.weights.bits_per_parameter, "layers": manifest.layers,
+        "layers_fallback": len(manifest.layers_fallback), "prep_s": manifest.wall_s,
+        "offline_perplexity": context.references[prepared.variant].perplexity(),
+    }  # fmt: skip
+
+
+def _failed(context: Context, prepared: Prepared, why: str) -> VariantResult:
+    size = prepared.manifest.weights.total_bytes
+    unknown = Memory(disk_bytes=size, loaded_bytes=None, kv_capacity_tokens=None, kv_bytes=None, peak_bytes=None)
+    return VariantResult(
+        name=prepared.variant, label=prepared.manifest.label, status="failed", problem=why, memory=unknown,
+        **_made(context, prepared),
+    )  # fmt: skip
+
+
+def _alternate(context: Context, live: server.Server, base: server.Server) -> tuple[Pair, ...]:
+    """All levels of concurrency, each with its share of the time that is left."""
+    bench = context.inputs.recipe.bench
+    end = time.monotonic() + bench.variant_s
+    pairs: list[Pair] = []
+    for i, concurrency in enumerate(bench.concurrency):
+        share = (end - time.monotonic()) / (len(bench.concurrency) - i)
+        plan = context.plan(time.monotonic() + share)
+        for n, pair in enumerate(throughput.measure_level(concurrency, (live, base), plan), 1):
+            pairs.append(pair)
+            context.inputs.say(_line(live.model, pair, n, bench))
+    return tuple(pairs)
+
+
+def _line(name: str, pair: Pair, n: int, bench: Bench) -> str:
+    """Live progress: one pair in a line."""
+    both = throughput.point([pair], 1)
+    speeds = [s.output_tokens_per_s for s in (both.variant, both.baseline)]
+    shown = [f"{s:.1f}" if s is not None else "no" for s in speeds]
+    return f"{name}: concurrency {pair.concurrency}, pair {n}/{bench.pairs}: {shown[0]} tok/s, bf16 {shown[1]} tok/s"
+
+
+def _part(context: Context, result: VariantResult, pairs: tuple[Pair, ...], memory_now: int | None) -> Part:
+    bench = context.inputs.recipe.bench
+    levels = [[p for p in pairs if p.concurrency == c] for c in bench.concurrency]
+    points = tuple(throughput.point(level, bench.pairs) for level in levels if level)
+    peak = max([memory_now or 0, *(p.variant.memory_bytes or 0 for p in pairs)])
+    full = _with_peak(result, peak).model_copy(update={"points": points})
+    return Part(result=full, pairs=PAIRS.dump_json(pairs).decode())
+
+
+def _with_peak(result: VariantResult, peak: int) -> VariantResult:
+    memory = result.memory and result.memory.model_copy(update={"peak_bytes": peak or result.memory.peak_bytes})
+    return result.model_copy(update={"memory": memory})
+
+
+def _rounds(context: Context) -> Iterator[str]:
+    """Too big to stand side by side: bf16 | variant variant | bf16, each half with the other's prompts."""
+    baseline, *variants = context.inputs.prepared
+    for prepared in (p for p in variants if not part_path(context.run, p.variant).exists()):
+        yield f"--- {prepared.variant}: {prepared.manifest.label} (in rounds: both do not fit at once)"
+        try:
+            base_result, part = _one_after_the_other(context, prepared, baseline)
+        except QserveError as error:
+            if f"server-{BASELINE}" in str(error):
+                raise
+            Part(result=_failed(context, prepared, str(error))).write(part_path(context.run, prepared.variant))
+            continue
+        Part(result=base_result).write(part_path(context.run, BASELINE))
+        part.write(part_path(context.run, prepared.variant))
+
+
+def _one_after_the_other(context: Context, prepared: Prepared, baseline: Prepared) -> tuple[VariantResult, Part]:
+    plan = context.plan(float("inf"))
+    levels = [(c, i) for c in plan.bench.concurrency for i in range(plan.bench.pairs)]
+    halves = [[(c, plan.requests(c)) for c, i in levels if i % 2 == half] for half in (0, 1)]
+
+    def blocks(live: server.Server, half: int) -> list[throughput.Block]:
+        for concurrency in plan.bench.concurrency:
+            plan.warm_up(live, concurrency)
+        return [plan.block(live, requests, concurrency) for concurrency, requests in halves[half]]
+
+    with _served(context, baseline) as base:
+        base_scored, base_result = _judge(context, baseline, base, None)
+        first = blocks(base, 0)
+    with _served(context, prepared) as live:
+        _, result = _judge(context, prepared, live, base_scored)
+        own = blocks(live, 0) + blocks(live, 1)
+        memory_now = live.memory_bytes()
+    with _served(context, baseline) as base:
+        theirs = first + blocks(base, 1)
+    order = [c for c, _ in halves[0] + halves[1]]
+    pairs = tuple(Pair(c, v, b) for c, v, b in zip(order, own, theirs, strict=True))
+    return base_result, _part(context, result, pairs, memory_now)
