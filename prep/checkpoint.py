@@ -150,7 +150,9 @@ def build_variant(context: Context, model: Model, baseline: Prepared, name: str,
         want = Expectation(name, scheme_of(variant), targets, config, variant.method == "awq")
         weights = verify(partial, baseline.folder, want)
         _parse_as_server(context, name, partial)
-        made = Made(targets, tuple(result["fallback"]), record, model.outline.note, result["peak_memory_bytes"])
+        made = Made(
+            targets, tuple(result["fallback"]), record, baseline.manifest.source_note, result["peak_memory_bytes"]
+        )
         facts = {"digest": digest, "weights": weights, "wall_s": result["wall_s"], **_facts(variant, made)}
         manifest = _write_manifest(context, model, name, partial, facts)
     return Prepared(name, final, manifest)

@@ -20,6 +20,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.utils import match_named_modules
 from llmcompressor import oneshot
 from llmcompressor.core import LifecycleCallbacks
+from llmcompressor.modeling.moe.linearize import get_linearized_moes
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
@@ -52,12 +53,17 @@ def main(job: dict[str, Any], emit: Emit) -> dict[str, Any]:
     if not targets:
         raise ValueError("no layer matched: the variant would not be quantized at all")
     _refuse_mostly_rounded(fallback, len(targets), job["max_fallback"])
+    # transformers joins experts into one tensor a layer, and cannot do that with every quantized format: such a model
+    # is tried here, before it is written
+    forward = _forward(model) if get_linearized_moes(model) else None
     emit("step", text="saving")
     _store_as_bf16(model)
     model.save_pretrained(job["out"], save_compressed=True, max_shard_size="5GB")
     del model
-    emit("step", text="loading the result")
-    return {"targets": targets, "fallback": sorted(set(fallback)), "forward": _forward(job["out"])}
+    if forward is None:
+        emit("step", text="loading the result")
+        forward = _forward(_reload(job["out"]))
+    return {"targets": targets, "fallback": sorted(set(fallback)), "forward": forward}
 
 
 def _modifiers(job: dict[str, Any]) -> list[Any]:
@@ -203,18 +209,21 @@ def _store_as_bf16(model: Any) -> None:
     model.generation_config = GenerationConfig()  # the source's own file is carried over, and need not pass a check
 
 
-def _forward(folder: str) -> dict[str, float]:
-    """Load what was written, as a user would, and run it on 16 ids. Raises if it does not load or is not finite."""
+def _reload(folder: str) -> Any:
+    """What was written, loaded as a user would. Raises if anything is missing or left over."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
-    wrong = {
-        key: sorted(info[key])[:3] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(key)
-    }
-    if wrong:
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    if wrong := {kind: sorted(info[kind])[:3] for kind in kinds if info.get(kind)}:
         raise ValueError(f"the written checkpoint does not load cleanly: {wrong}")
-    ids = torch.arange(16).remainder(model.config.get_text_config().vocab_size)[None]
+    return model
+
+
+def _forward(model: Any) -> dict[str, float]:
+    """Run it on 16 ids. Raises if what comes out is not finite, or all the same."""
+    ids = torch.arange(16).remainder(model.config.get_text_config().vocab_size)[None].to(model.device)
     with torch.no_grad():
         logits = model(input_ids=ids).logits.float()
     spread = float(logits.std())
     if not math.isfinite(spread) or spread == 0:
-        raise ValueError("the written checkpoint gives logits that are not finite, or all the same")
+        raise ValueError("the quantized model gives logits that are not finite, or all the same")
     return {"logit_std": spread}
