@@ -30,6 +30,7 @@ from qserve.jobs import die_with_parent, group_members, kill_group
 
 Say = Callable[[str], None]
 T = TypeVar("T")
+LOOK_S = 1.0  # how often a starting server is looked at for signs of life: looking costs CPU time that it needs
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Server:
 
     def cpu_s(self) -> float:
         """CPU seconds that the whole process group has used so far."""
-        return sum(t.user + t.system for t in _each(self.pid, lambda p: p.cpu_times()))
+        return _cpu_seconds(self.pid)
 
     def memory_bytes(self) -> int | None:
         """Proportional set size of the process group: shared pages are counted once."""
@@ -170,8 +171,8 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 
 def _wait_ready(process: subprocess.Popen[bytes], launch: Launch, log: Path, say: Say) -> None:
-    started = last_sign = last_said = time.monotonic()
-    last_seen = (-1, -1)
+    started = last_sign = last_said = last_look = time.monotonic()
+    last_seen = (-1, -1.0)
     while True:
         if process.poll() is not None:
             raise ServerError(
@@ -180,9 +181,10 @@ def _wait_ready(process: subprocess.Popen[bytes], launch: Launch, log: Path, say
         if _healthy(launch):
             return _check_model(launch, log)
         now = time.monotonic()
-        seen = (log.stat().st_size, round(sum(t.user + t.system for t in _each(process.pid, lambda p: p.cpu_times()))))
-        if seen != last_seen:
-            last_sign, last_seen = now, seen
+        if now - last_look > LOOK_S:
+            last_look, seen = now, (log.stat().st_size, round(_cpu_seconds(process.pid), 1))
+            if seen != last_seen:
+                last_sign, last_seen = now, seen
         if now - last_sign > launch.silence_s:
             raise ServerError(
                 f"{launch.engine} hangs at start: no log line and no CPU time for {launch.silence_s:.0f} s; log: {log}"
@@ -195,7 +197,7 @@ def _wait_ready(process: subprocess.Popen[bytes], launch: Launch, log: Path, say
         if now - last_said > 20:
             last_said = now
             say(f"{launch.engine} is starting, {now - started:.0f} s: {_last_line(log)}")
-        time.sleep(0.2)
+        time.sleep(0.3)
 
 
 def _healthy(launch: Launch) -> bool:
@@ -243,6 +245,10 @@ def _last_line(log: Path) -> str:
         re.sub(r"^\(.*?\)\s*|\b(INFO|WARNING) [\d-]+ [\d:]+ \[[^]]*\]\s*", "", lines[-1]) if lines else "no output yet"
     )
     return text[:90]
+
+
+def _cpu_seconds(pgid: int) -> float:
+    return sum(t.user + t.system for t in _each(pgid, lambda p: p.cpu_times()))
 
 
 def _each(pgid: int, read: Callable[[psutil.Process], T]) -> list[T]:
