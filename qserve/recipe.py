@@ -180,6 +180,10 @@ def gptq_group_size(variant: Gptq) -> int:
 
 
 # --- the rest of a recipe ----------
+def _on_off(value: object) -> object:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 class Serving(Frozen):
     """How every variant is served. All variants share it: only the checkpoint differs."""
 
@@ -188,7 +192,8 @@ class Serving(Frozen):
     prefix_caching: bool = True
     tensor_parallel: int = Field(1, ge=1)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: what is fastest on this machine
-    compile: Literal["auto", "on", "off"] = "auto"
+    # torch.compile; YAML reads a bare on or off as true or false
+    compile: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_off)] = "auto"
     kv_cache_gib: float | None = Field(None, gt=0)  # None: fitted to the machine
     extra_args: tuple[str, ...] = ()
     python: Path | None = None  # an environment of your own with vLLM in it, instead of the managed one

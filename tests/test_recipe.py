@@ -96,3 +96,10 @@ def test_which_recipe_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert find_recipe(None) == Path("qserve.yaml")
     with pytest.raises(UsageError, match=r"no recipe 'nothing\.yaml'.*llama-3\.1-8b-instruct"):
         find_recipe("nothing.yaml")
+
+
+@pytest.mark.parametrize(("word", "meant"), [("on", "on"), ("off", "off"), ('"off"', "off"), ("auto", "auto")])
+def test_compile_may_be_written_bare(tmp_path: Path, word: str, meant: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(find_recipe("quickstart").read_text().replace("compile: off", f"compile: {word}"))
+    assert load_recipe(path).serving.compile == meant
