@@ -5,9 +5,7 @@ ensure_data    the token ids of calibration, quality and load
 find_prepared  the checkpoints of a recipe, for a stage that uses them
 """
 
-import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from qserve.artifacts import MANIFEST_NAME, Manifest
@@ -41,7 +39,7 @@ def prepare(
     outline = look(recipe, say)
     for name in names:
         check_variant(name, recipe.variants[name], outline.config, context.machine)
-    with _locked(workspace):
+    with workspace.only_one("prep"):
         model = open_model(recipe, outline, workspace)
         data = data_folder(recipe, model, workspace)
         baseline = _complete(context, BASELINE, baseline_digest(context, model))
@@ -67,7 +65,7 @@ def ensure_data(recipe: Recipe, workspace: Workspace, say: Say, python: Path | N
     final = data_folder(recipe, model, workspace)
     if not _has_data(final):
         baseline = find_prepared(recipe, workspace, ())[0]
-        with _locked(workspace):
+        with workspace.only_one("prep"):
             build_data(context, read_parts(context), baseline.folder, final)
     return final
 
@@ -173,15 +171,3 @@ def _refuse_source_as_workspace(recipe: Recipe, workspace: Workspace) -> None:
             raise UsageError(
                 f"the workspace {workspace.root} is inside the source model; choose another with --workspace"
             )
-
-
-@contextmanager
-def _locked(workspace: Workspace) -> Iterator[None]:
-    """One prep at a time in a workspace: two would build under the same temporary name."""
-    workspace.root.mkdir(parents=True, exist_ok=True)
-    with (workspace.root / "prep.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"another qserve prep is at work in {workspace.root}; wait for it, or stop it") from None
-        yield

@@ -42,6 +42,11 @@ def quick_recipe(recipe: Recipe) -> Recipe:
 
 def run_bench(inputs: Inputs) -> Path:
     """Measure, write the run folder and return it."""
+    with inputs.workspace.only_one("bench"):
+        return _run(inputs)
+
+
+def _run(inputs: Inputs) -> Path:
     started = time.monotonic()
     check_lengths(inputs.recipe, vllm.read_config(inputs.prepared[0].folder))
     context = _prepare_context(inputs)

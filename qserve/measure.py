@@ -182,9 +182,8 @@ def _judge(
         memory=vllm.memory(live, prepared.manifest.weights.total_bytes, live.memory_bytes(), context.token_bytes),
         quality=quality.compare_quality(scored, base_scored, text),
     )  # fmt: skip
-    context.inputs.say(
-        f"{prepared.variant}: perplexity {result.quality.perplexity.value:.3f}" if result.quality else ""
-    )
+    gap = f"{gate.error:.4f} nats from the checkpoint in transformers (limit {gate.limit:.4f})"
+    context.inputs.say(f"{prepared.variant}: perplexity {gate.served_perplexity:.3f}, {gap}")
     return scored, result
 
 

@@ -7,6 +7,7 @@
 <cache>/runtimes/, <cache>/packages/           shared between projects
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -96,6 +97,23 @@ class Workspace:
         """The manifest of a finished checkpoint, or None."""
         path = self.checkpoint(variant, digest) / MANIFEST_NAME
         return Manifest.read(path) if path.is_file() else None
+
+    @contextmanager
+    def only_one(self, work: str) -> Iterator[None]:
+        """One `qserve <work>` at a time in a workspace: two would write to the same places.
+
+        Raises:
+            UsageError: there is one at work. The lock of a process that died is free by itself.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / f"{work}.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"another qserve {work} is at work in {self.root}; wait for it, stop it, or use another --workspace"
+                ) from None
+            yield
 
     def latest_run(self) -> Path:
         """The newest run that has measurements. Raises UsageError if there is none."""
