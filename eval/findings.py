@@ -88,12 +88,18 @@ def _smoke(report: Report) -> str:
 
 
 def _state(variant: VariantResult) -> str:
-    return "failed" if variant.status == "failed" else "does not serve what its checkpoint says"
+    match variant.status:
+        case "not servable":
+            return "cannot be served here"
+        case "not faithful":
+            return "does not serve what its checkpoint says"
+        case _:
+            return "failed"
 
 
 def _excluded(report: Report) -> list[str]:
-    why = {"failed": "failed", "not faithful": "not faithful", "measured": "no valid comparison of speed"}
-    return [f"{v.name} ({why[v.status]})" for v in report.variants if not comparable(v)]
+    why = {"measured": "no valid comparison of speed", "not servable": "not servable here"}
+    return [f"{v.name} ({why.get(v.status, v.status)})" for v in report.variants if not comparable(v)]
 
 
 def _lead(report: Report) -> tuple[VariantResult, int] | None:

@@ -61,6 +61,9 @@ DEFINITIONS = (
 def notes(report: Report) -> tuple[str, ...]:
     """What failed and why, what is not valid, what was cut short, where the weights came from."""
     said = [report.source_note] if report.source_note else []
+    dtype = report.baseline.server.dtype if report.baseline.server else None
+    if dtype not in (None, "bfloat16"):
+        said.append(f"every variant computes in {dtype}, bf16's weights too: that is what is fastest or asked for here")
     for variant in everyone(report):
         said += list(_variant_notes(variant))
         for point in variant.points:
@@ -114,12 +117,8 @@ def settings(report: Report) -> str:
 
 
 def data(report: Report) -> tuple[str, ...]:
-    """One line a data set that quality was judged on: counts, what was dropped, hash."""
-    found: dict[str, DataRecord] = {}
-    for variant in everyone(report):
-        if variant.quality:
-            found.setdefault(variant.quality.data.sha256, variant.quality.data)
-    return tuple(_record(record) for record in found.values())
+    """One line a part of the data: counts, what was dropped, hash."""
+    return tuple(_record(record) for record in report.data)
 
 
 def _record(record: DataRecord) -> str:

@@ -4,14 +4,15 @@ One level of concurrency:
     warm up both          one short block each, not counted
     pair 1                bf16, variant
     pair 2                variant, bf16      (the order alternates, so that drift does not favour one)
-    ...                   until the recipe's pairs are done or the time is spent; one pair at least
+    ...                   until the recipe's pairs are done or the time is spent; two pairs at least, or there is no
+                          interval
 A block is `concurrency x requests_per_slot` requests in a closed loop, cut after `block_s`. No prompt is ever sent to a
 server twice, so the prefix cache cannot help; the server's own hit counters are shown to prove it.
 """
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +25,7 @@ from qserve.eval.summary import summarize
 from qserve.eval.utilisation import gpu_utilisation
 from qserve.recipe import Bench
 
-Say = Callable[[str], None]
+LEAST_PAIRS = 2
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,13 @@ def measure_level(concurrency: int, arms: tuple[Endpoint, Endpoint], plan: "Plan
         blocks = {id(arm): plan.block(arm, requests, concurrency) for arm in order}
         yield Pair(concurrency, blocks[id(variant)], blocks[id(baseline)])
         now = time.monotonic()
-        if now + (now - started) > plan.deadline:
+        if i + 1 >= LEAST_PAIRS and now + (now - started) > plan.deadline:
             return
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all blocks of a level share. `deadline`: on the monotonic clock; no pair is begun that would pass it."""
+    """What all blocks of a level share. `deadline`: on the monotonic clock; no third pair would pass it."""
 
     bench: Bench
     prompts: Prompts

@@ -259,7 +259,7 @@ class VariantResult(Frozen):
 
     name: str
     label: str
-    status: Literal["measured", "failed", "not faithful"]
+    status: Literal["measured", "failed", "not faithful", "not servable"]  # the last: no kernel for it here
     problem: str | None = None
     bits_per_parameter: float | None = None
     layers: int | None = None
@@ -286,6 +286,7 @@ class Report(Artifact):
     source_note: str | None
     quick: bool  # a smoke run: the figures prove that it works, and no more
     machine: Machine
+    data: tuple[DataRecord, ...]  # calibration, quality, load
     baseline: VariantResult  # its points: bf16 alone
     variants: tuple[VariantResult, ...]
     wall_s: float

