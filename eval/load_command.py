@@ -93,6 +93,10 @@ def load_command(
     """
     if min(concurrency, requests, prompt_tokens, output_tokens) < 1:
         raise UsageError("concurrency, requests, prompt tokens and output tokens are all at least 1")
+    if requests < concurrency:
+        raise UsageError(
+            f"{requests} requests cannot keep {concurrency} in flight; ask for at least {concurrency} requests"
+        )
     shape = Shape(requests, prompt_tokens, output_tokens)
     if self_test:
         with null_server() as own_url:

@@ -135,7 +135,7 @@ def test_serve_prints_a_curl_line_that_works_and_stops_on_ctrl_c(prepared: dict[
         reply = subprocess.run(["bash", "-c", silent], capture_output=True, text=True, check=True)
         assert json.loads(reply.stdout)["choices"][0]["message"]["content"]
         url = curl.split()[1].split("/v1/")[0]
-        words = ("--requests", "4", "--output-tokens", "8", "--format", "json")
+        words = ("--requests", "4", "--concurrency", "2", "--output-tokens", "8", "--format", "json")
         load = json.loads(qserve("load", url, *words, cwd=project).stdout)
         assert (load["summary"]["ok"], load["summary"]["output_tokens"]) == (4, 32)
         assert load["model"] == "int8"

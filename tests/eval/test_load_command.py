@@ -128,3 +128,8 @@ def test_the_null_server_chats_too() -> None:
         result = run(run_load(Target(url, "null"), requests, 1))
     assert [r.outcome for r in result.records] == ["ok"] * 3
     assert [r.output_tokens for r in result.records] == [1, 2, 33]
+
+
+def test_fewer_requests_than_slots_are_refused() -> None:
+    with pytest.raises(UsageError, match="4 requests cannot keep 8 in flight; ask for at least 8"):
+        load_command("http://127.0.0.1:9", 8, 4, 16, 4)
