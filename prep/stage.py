@@ -5,6 +5,7 @@ ensure_data    the token ids of calibration, quality and load
 find_prepared  the checkpoints of a recipe, for a stage that uses them
 """
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def prepare(
         finished = _finished(context, model, names, data)
         if baseline and len(finished) == len(names):
             return (baseline, *(finished[name] for name in names))
+        _sweep(workspace)
         _check_room(context, outline, tuple(name for name in names if name not in finished))
         parts = None if _has_data(data) else read_parts(context)
         baseline = baseline or build_baseline(context, model, baseline_digest(context, model))
@@ -139,6 +141,13 @@ def _has_data(folder: Path) -> bool:
 
 
 # --- making ----------
+def _sweep(workspace: Workspace) -> None:
+    """Remove what a killed prep left half done. The lock is held, so nobody is at work on it."""
+    for folder in (workspace.checkpoints, workspace.data):
+        for path in folder.glob("*.partial"):
+            shutil.rmtree(path)
+
+
 def _check_room(context: Context, outline: Outline, names: tuple[str, ...]) -> None:
     missing = {name: context.recipe.variants[name] for name in names}
     check_disk(outline, missing, context.workspace)

@@ -170,6 +170,8 @@ def test_an_interrupt_leaves_no_half_checkpoint(world: World, prepared: dict[str
         if text.startswith("stopped: 1 of"):
             raise KeyboardInterrupt
 
+    left = world.space.checkpoints / "awq-0123456789ab.partial"  # by a prep that was killed outright
+    left.mkdir()
     recipe = world.recipe(stopped={"method": "gptq", "group_size": 16})
     with pytest.raises(KeyboardInterrupt):
         prepare(recipe, world.space, ("stopped",), interrupt)
