@@ -22,7 +22,7 @@ from qserve.recipe import Dataset, HubSource, PackageSource, PathSource, Recipe,
 from qserve.runtimes import fetch_package_file
 from qserve.workspace import Workspace, complete_or_absent, digest_of
 
-FORMAT = 1  # of what the tokens worker writes
+FORMAT = 2  # of what the tokens worker writes
 CUT, WINDOWS = {"samples", "tokens", "min_tokens", "seed"}, {"windows", "tokens"}
 LOAD_TOKENS = 1_000_000
 LOAD_MIN_TOKENS = 2_000

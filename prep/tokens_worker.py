@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
 
 Emit = Callable[..., None]
 Samples = list[list[int]]
 
 
 def main(job: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    from transformers import AutoTokenizer  # here: what cuts the windows needs none
+
     tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
     out, seed = Path(job["out"]), job["calibration"]["seed"]
     bos = _leading_bos(tokenizer)
@@ -32,7 +33,7 @@ def main(job: dict[str, Any], emit: Emit) -> dict[str, Any]:
     streams = {part: _encoded(tokenizer, Path(path), seed, dropped[part]) for part, path in job["records"].items()}
     emit("step", text="tokenizing")
     samples = _samples(streams["calibration"], bos, job["calibration"], dropped["calibration"])
-    windows = _windows(streams["quality"], bos, tokenizer.eos_token_id, job["quality"])
+    windows = cut_windows(streams["quality"], bos, tokenizer.eos_token_id, job["quality"])
     stream, used = _stream(streams["load"], job["load"]["tokens"])
     _write(out / "calibration.json", samples)
     _write(out / "quality.json", windows)
@@ -93,23 +94,23 @@ def _samples(encoded: Iterator[list[int]], bos: int | None, want: dict[str, int]
     return samples
 
 
-def _windows(encoded: Iterator[list[int]], bos: int | None, eos: int | None, want: dict[str, int]) -> Samples:
-    """`windows` windows of exactly `tokens` ids, no record in two. Records that are long enough give one each, from
-    their start; if those do not suffice, shorter ones are joined by the end token.
+def cut_windows(encoded: Iterator[list[int]], bos: int | None, eos: int | None, want: dict[str, int]) -> Samples:
+    """`windows` windows of exactly `tokens` ids, every one with BOS first where the tokenizer puts one. Records that
+    are long enough give one each, from their start; if those do not suffice, shorter ones are joined by the end token.
     """
+    room = want["tokens"] - (bos is not None)  # ids of text in a window
     windows: Samples = []
     rest: list[int] = []
     for ids in encoded:
         if len(windows) == want["windows"]:
             return windows
-        ids = _begun(ids, bos)
-        if len(ids) >= want["tokens"]:
-            windows.append(ids[: want["tokens"]])
+        if len(ids) >= room:
+            windows.append(_begun(ids[:room], bos))
         elif len(rest) < want["windows"] * want["tokens"]:
             rest += [*ids, eos] if eos is not None else ids
-    while len(windows) < want["windows"] and len(rest) >= want["tokens"]:
-        windows.append(rest[: want["tokens"]])
-        rest = rest[want["tokens"] :]
+    while len(windows) < want["windows"] and len(rest) >= room:
+        windows.append(_begun(rest[:room], bos))
+        rest = rest[room:]
     return windows
 
 
