@@ -96,7 +96,7 @@ def read_config(folder: Path) -> dict[str, object]:
 def sha256_cached(path: Path, workspace: Workspace) -> str:
     """sha256 of a file, remembered in the workspace by path, size and time of change."""
     store = workspace.root / "hashes.json"
-    known: dict[str, list[object]] = json.loads(store.read_bytes()) if store.is_file() else {}
+    known = _remembered(store)
     stat = path.resolve().stat()
     key, stamp = str(path.resolve()), [stat.st_size, stat.st_mtime_ns]
     if key in known and known[key][:2] == stamp:
@@ -107,6 +107,16 @@ def sha256_cached(path: Path, workspace: Workspace) -> str:
     partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
     partial.replace(store)
     return str(known[key][2])
+
+
+def _remembered(store: Path) -> dict[str, list[object]]:
+    """Path -> [size, time of change, sha256]. What cannot be read is forgotten: it only costs another reading."""
+    try:
+        found = json.loads(store.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    entries = found.items() if isinstance(found, dict) else ()
+    return {key: entry for key, entry in entries if isinstance(entry, list) and len(entry) == 3}
 
 
 def _look_at(path: Path) -> Outline:

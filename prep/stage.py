@@ -7,7 +7,10 @@ find_prepared  the checkpoints of a recipe, for a stage that uses them
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from qserve.artifacts import MANIFEST_NAME, Manifest
 from qserve.errors import QserveError, UsageError, WorkerError
@@ -63,6 +66,7 @@ def ensure_data(recipe: Recipe, workspace: Workspace, say: Say, python: Path | N
         UsageError: there is no baseline yet whose tokenizer could be used, or the data cannot be.
     """
     context = Context(recipe, workspace, look_at_machine(), python, say)
+    _refuse_source_as_workspace(recipe, workspace)
     model = open_model(recipe, look(recipe, say), workspace)
     final = data_folder(recipe, model, workspace)
     if not _has_data(final):
@@ -79,22 +83,28 @@ def find_prepared(recipe: Recipe, workspace: Workspace, only: tuple[str, ...]) -
     calibration ids, whatever environment made it (`prep --python`, or an older lock).
 
     Raises:
-        UsageError: some are missing; names them.
+        UsageError: some are missing; names them. Or one is damaged: a file is not there, or not of its size.
     """
     context = Context(recipe, workspace, look_at_machine(), None, lambda text: None)
+    _refuse_source_as_workspace(recipe, workspace)
     model = open_model(recipe, look(recipe, context.say), workspace)
     data = data_folder(recipe, model, workspace)
     names = (BASELINE, *(name for name in only if name != BASELINE))
     found = {name: _find(context, model, name, data) for name in names}
     if missing := [name for name, prepared in found.items() if prepared is None]:
         raise UsageError(f"no checkpoint of {', '.join(missing)} in {workspace.root}; run `qserve prep` first")
-    return tuple(prepared for prepared in found.values() if prepared is not None)
+    whole = tuple(prepared for prepared in found.values() if prepared is not None)
+    for prepared in whole:
+        _check_files(prepared)
+    return whole
 
 
 # --- looking ----------
 def _complete(context: Context, name: str, digest: str) -> Prepared | None:
-    manifest = context.workspace.complete(name, digest)
-    return Prepared(name, context.workspace.checkpoint(name, digest), manifest) if manifest else None
+    folder = context.workspace.checkpoint(name, digest)
+    with _naming(folder):
+        manifest = context.workspace.complete(name, digest)
+    return Prepared(name, folder, manifest) if manifest else None
 
 
 def _finished(context: Context, model: Model, names: tuple[str, ...], data: Path) -> dict[str, Prepared]:
@@ -118,7 +128,33 @@ def _find(context: Context, model: Model, name: str, data: Path) -> Prepared | N
 def _newest_first(workspace: Workspace, name: str) -> Iterator[Prepared]:
     paths = [p for p in workspace.checkpoints.glob(f"{name}-*/{MANIFEST_NAME}") if p.parent.suffix != ".partial"]
     for path in sorted(paths, key=lambda p: p.stat().st_mtime, reverse=True):
-        yield Prepared(name, path.parent, Manifest.read(path))
+        with _naming(path.parent):
+            manifest = Manifest.read(path)
+        yield Prepared(name, path.parent, manifest)
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """A manifest that cannot be read is a damaged checkpoint."""
+    try:
+        yield
+    except (ValidationError, OSError) as error:
+        raise UsageError(_damaged(folder, folder / MANIFEST_NAME, "cannot be read")) from error
+
+
+def _check_files(prepared: Prepared) -> None:
+    """Presence and size of every file of the manifest. Hashing them would read all the weights again."""
+    for entry in prepared.manifest.files:
+        path = prepared.folder / entry.name
+        if not path.is_file():
+            raise UsageError(_damaged(prepared.folder, path, "is missing"))
+        if (size := path.stat().st_size) != entry.size_bytes:
+            what = f"has {size:,} bytes where {entry.size_bytes:,} were written"
+            raise UsageError(_damaged(prepared.folder, path, what))
+
+
+def _damaged(folder: Path, path: Path, what: str) -> str:
+    return f"{path} {what}; remove the folder {folder} and run `qserve prep` again"
 
 
 def _fits(context: Context, model: Model, found: Prepared, data: Path) -> bool:
