@@ -7,6 +7,7 @@ stops at the row limit, so a file that is cut off further on does not matter.
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +63,11 @@ def _guarded(path: Path) -> Iterator[Row]:
             count += 1
             yield row
             where = row.where
-    except (EOFError, OSError, UnicodeDecodeError) as error:  # a gzip file that is cut off, or text that is not UTF-8
-        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+    except UnicodeDecodeError:
+        yield Row(f"{path}: row {count + 1}", None, f"not UTF-8 text (after {where})", last=True)
+    except (EOFError, zlib.error, OSError) as error:
+        damaged = isinstance(error, EOFError | zlib.error | gzip.BadGzipFile)
+        reason = f"the gzip data are damaged or cut off here: {error}" if damaged else str(error)
         yield Row(f"{path}: row {count + 1}", None, f"{reason} (after {where})", last=True)
 
 
@@ -145,11 +149,11 @@ def _csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)
     with _open(path) as raw:
         lines = (line.decode("utf-8-sig" if number == 0 else "utf-8") for number, line in enumerate(raw))
-        reader = csv.DictReader(lines, delimiter="\t" if _kind(path) == ".tsv" else ",", restkey="")
+        reader = csv.DictReader(lines, delimiter="\t" if _kind(path) == ".tsv" else ",")
         try:
             for record in reader:
                 where = f"{path}:{reader.line_num}"
-                if "" in record:
+                if None in record:  # what DictReader calls the surplus; "" may be a column: pandas writes its index so
                     yield Row(where, None, "more fields than the header has columns")
                 else:
                     yield Row(where, dict(record))

@@ -86,11 +86,37 @@ def test_a_gzip_file_that_breaks_off(tmp_path: Path) -> None:
     lines = "\n".join(json.dumps({"text": f"row {i * 7919}"}) for i in range(5000)).encode()
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(lines)[:-4000])
-    with pytest.raises(UsageError, match=r"row [0-9]+: Compressed file ended"):
+    with pytest.raises(UsageError, match=r"row [0-9]+: the gzip data .* here: Compressed file ended"):
         read(path)
     found = read(path, skip_bad_rows=True)
     assert found.dropped == {"bad row": 1}
     assert 0 < count(found) < 5000
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz", "a.txt.gz"])
+@pytest.mark.parametrize(("at", "value"), [(0, b"PK"), (10, b"\xff" * 40), (2000, b"\xff" * 40), (-8, b"\0" * 4)])
+def test_a_gzip_file_that_is_damaged(tmp_path: Path, name: str, at: int, value: bytes) -> None:
+    """No gzip at all, a first block that cannot be, one further on, and a wrong checksum at the end."""
+    rows = [{"text": f"row {i * 7919}"} for i in range(5000)]
+    texts = {"a.json.gz": json.dumps(rows), "a.csv.gz": "text\n" + "\n".join(row["text"] for row in rows)}
+    data = bytearray(gzip.compress(texts.get(name, "\n".join(map(json.dumps, rows))).encode()))
+    at = at % len(data)
+    data[at : at + len(value)] = value
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UsageError, match=rf"{name}: row [0-9]+: the gzip data are damaged or cut off here: .*; mend"):
+        read(tmp_path / name)
+
+
+def test_a_first_column_without_a_name(tmp_path: Path) -> None:
+    """The table of pandas' to_csv: the row's number first, under no name."""
+    path = tmp_path / "a.csv"
+    path.write_text(",text\n0,first\n1,second\n")
+    found = read(path)
+    assert sorted(str(record) for part in PARTS for record in found.records[part]) == ["first", "second"]
+    assert (found.rows_read, found.dropped) == (2, {})
+    path.write_text(",text\n0,first\n1,second,surplus\n")
+    with pytest.raises(UsageError, match=r"a\.csv:3: more fields than the header has columns"):
+        read(path)
 
 
 def test_the_columns_there_are_are_named(tmp_path: Path) -> None:
