@@ -15,11 +15,16 @@ from qserve.errors import UsageError
 KEPT_ITEMS = 64  # longer arrays (vocabularies) are kept as their length only
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+# type -> (name, elements of a block, bytes of a block)
 TENSOR_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
-    13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
-    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
 }  # fmt: skip
+ALIGNMENT_BYTES = 32  # where the weights begin, if the header does not say
 # config.json field -> GGUF field under the architecture's name
 FIELDS = {
     "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
@@ -86,11 +91,26 @@ def _header(path: Path, cursor: _Cursor) -> GgufHeader:
         shape = [cursor.count() for _ in range(int(cursor.take("I")))]
         kind, offset = int(cursor.take("I")), cursor.count()
         sizes[kind] += _product(shape)
-        end = max(end, offset)
-    if cursor.at + end > len(cursor.data):
-        raise struct.error("weights are missing at its end")
+        end = max(end, offset + _size_bytes(kind, _product(shape)))
+    _check_whole(cursor, fields.get("general.alignment", ALIGNMENT_BYTES), end)
     main = sizes.most_common(1)[0][0] if sizes else -1
-    return GgufHeader(fields, TENSOR_TYPES.get(main, f"type {main}"), sum(sizes.values()), "output.weight" not in names)
+    name = TENSOR_TYPES[main][0] if main in TENSOR_TYPES else f"type {main}"
+    return GgufHeader(fields, name, sum(sizes.values()), "output.weight" not in names)
+
+
+def _size_bytes(kind: int, elements: int) -> int:
+    """Of a tensor; 0 for a type that this table does not know."""
+    _, block, block_bytes = TENSOR_TYPES.get(kind, ("", 1, 0))
+    return elements // block * block_bytes
+
+
+def _check_whole(cursor: _Cursor, alignment: object, weights_bytes: int) -> None:
+    """Whether the file reaches to the end of its last weight. The weights begin at a multiple of the alignment."""
+    if type(alignment) is not int or alignment < 1:
+        raise ValueError(f"general.alignment is {alignment}")
+    end = -(-cursor.at // alignment) * alignment + weights_bytes
+    if weights_bytes and end > len(cursor.data):
+        raise ValueError(f"its weights end at byte {end:,}, and it has {len(cursor.data):,}")
 
 
 def _value(cursor: _Cursor, kind: int) -> object:

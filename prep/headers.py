@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from qserve.errors import UsageError
 
@@ -39,14 +40,22 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         if not found:
             raise UsageError(f"{folder} has no safetensors weights; give a folder with config.json and *.safetensors")
         return found
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise UsageError(f"{index} is not a weight index; {AGAIN}") from error
+    names = sorted(set(_weight_map(index).values()))
     for name in names:
         if not (folder / name).is_file():
             raise UsageError(f"{folder / name} is missing, and {INDEX} names it; {AGAIN}")
     return tuple(folder / name for name in names)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file, as the index says."""
+    try:
+        found = json.loads(index.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{index} is not a weight index; {AGAIN}") from error
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise UsageError(f"{index} is not a weight index; {AGAIN}")
+    return found
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
@@ -61,7 +70,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
             tensors[name] = tensor
     index = folder / INDEX
     if index.exists():
-        for name, file in json.loads(index.read_bytes())["weight_map"].items():
+        for name, file in _weight_map(index).items():
             if name not in tensors or tensors[name].file.name != file:
                 raise UsageError(f"{folder / file} lacks {name}, which {INDEX} says is in it; {AGAIN}")
     return tensors
@@ -88,12 +97,18 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 def _tensor(path: Path, base: int, item: dict[str, object]) -> Tensor:
     dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
-    if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list)):
+    if not (isinstance(dtype, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
         raise ValueError("wrong field types")
     size = offsets[1] - offsets[0]
+    if size < 0:
+        raise ValueError("a tensor that ends before it starts")
     if dtype in ITEM_BYTES and math.prod(shape) * ITEM_BYTES[dtype] != size:
         raise ValueError(f"a {dtype} tensor of shape {shape} in {size} bytes")
     return Tensor(path, dtype, tuple(shape), base + offsets[0], size)
+
+
+def _are_counts(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def read_bytes(tensor: Tensor) -> bytes:

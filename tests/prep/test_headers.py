@@ -66,6 +66,23 @@ def test_a_header_that_lies_about_sizes(tmp_path: Path) -> None:
         read_header(path)
 
 
+@pytest.mark.parametrize("index", [[], {}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}, {"weight_map": {"a": []}}])
+def test_an_index_that_is_none(tmp_path: Path, index: object) -> None:
+    folder = write_llama(tmp_path / "m")
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UsageError, match=r"index\.json is not a weight index; download or make it again"):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize("offsets", [[], [0], [0, 2, 4], ["0", "2"], [0.0, 2.0], [None, 2], [2, 0], [-2, 0], {}, 2])
+def test_offsets_that_are_none(tmp_path: Path, offsets: object) -> None:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [1], "data_offsets": offsets}}).encode()
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0\0")
+    with pytest.raises(UsageError, match=r"w\.safetensors has a broken safetensors header"):
+        read_header(path)
+
+
 def gguf_text(text: str) -> bytes:
     return struct.pack("<Q", len(text)) + text.encode()
 
@@ -80,7 +97,8 @@ def gguf_bytes() -> bytes:
         gguf_text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 100) + b"".join(map(gguf_text, ["x"] * 100)),
     ]
     tensor = gguf_text("token_embd.weight") + struct.pack("<IQIQ", 1, 64, 3, 0)
-    return b"GGUF" + struct.pack("<IQQ", 3, 1, len(fields)) + b"".join(fields) + tensor + bytes(64)
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, len(fields)) + b"".join(fields) + tensor
+    return head + bytes(-len(head) % 32) + bytes(40)
 
 
 def test_a_gguf_header_says_what_the_model_is(tmp_path: Path) -> None:
@@ -103,4 +121,13 @@ def test_a_gguf_file_that_is_cut_off(tmp_path: Path, keep: int) -> None:
         read_gguf(path)
     path.write_bytes(b"PK" + gguf_bytes()[2:])
     with pytest.raises(UsageError, match="is no GGUF file"):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize("lost", [1, 16, 39])
+def test_a_gguf_file_whose_last_weights_are_cut(tmp_path: Path, lost: int) -> None:
+    path, whole = tmp_path / "m.gguf", gguf_bytes()
+    path.write_bytes(whole[:-lost])
+    sentence = f"its weights end at byte {len(whole):,}, and it has {len(whole) - lost:,}"
+    with pytest.raises(UsageError, match=rf"m\.gguf is cut off .*{sentence}.*; download it again"):
         read_gguf(path)
