@@ -153,10 +153,4 @@ def commands(report: Report) -> tuple[tuple[str, str], ...]:
 def reproduce(report: Report) -> str:
     recipe = shlex.quote(report.recipe_file)
     quick = " --quick" if report.quick else ""
-    return "\n".join(
-        (
-            f"pip install qserve=={report.qserve_version}",
-            f"qserve prep {recipe}",
-            f"qserve bench {recipe}{quick}",
-        )
-    )
+    return f"qserve prep {recipe} && qserve bench {recipe}{quick}"

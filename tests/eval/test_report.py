@@ -14,6 +14,7 @@ from qserve.errors import UsageError
 from qserve.eval import figures, labels
 from qserve.eval.findings import findings, headline, machine_words
 from qserve.eval.markup import el
+from qserve.eval.notes import reproduce
 from qserve.eval.report import read_report, to_html, to_json, to_markdown, write_report
 
 VOID = {"meta", "link", "br", "hr"}
@@ -324,6 +325,9 @@ def test_write_report_writes_both_files_and_nothing_else(tmp_path: Path) -> None
 
 def test_the_report_can_be_run_again_from_what_it_says() -> None:
     text = to_markdown(sample.winner())
-    assert "qserve bench recipes/quickstart.yaml" in text and "concurrency:" in text
+    assert "    qserve prep recipes/quickstart.yaml && qserve bench recipes/quickstart.yaml\n" in text
+    spaced = sample.winner().model_copy(update={"recipe_file": "my recipe.yaml", "quick": True})
+    assert reproduce(spaced) == "qserve prep 'my recipe.yaml' && qserve bench 'my recipe.yaml' --quick"
+    assert "concurrency:" in text
     assert "VLLM_CPU_OMP_THREADS_BIND=0-1 python -m vllm.entrypoints.openai.api_server" in text
     assert "5e1f" * 16 in text and "212 too short" in text
