@@ -2,7 +2,8 @@
 
 Served log-probabilities are compared with the same checkpoint in transformers (float32) on the same tokens. Rounding
 alone moves them, so the limit comes from a measured noise floor: transformers in bfloat16 against float32, on this
-checkpoint and on the baseline. Greedy text is no test: two near-tied tokens swap for no reason.
+checkpoint and on the baseline. The perplexities must agree as well, which rounding does not move. Greedy text is no
+test: two near-tied tokens swap for no reason.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from qserve.values import Frozen
 
 LIMIT_OVER_FLOOR = 3.0  # kernels sum in another order than transformers: allow thrice what rounding alone does
 SMALLEST_LIMIT = 0.01  # nats; for a floor that is measured as almost nothing
+LARGEST_SHIFT = 0.02  # nats; of the mean, which is the log of the perplexities' ratio: rounding does not shift it
 
 
 class Reference(Frozen):
@@ -39,8 +41,11 @@ def check(served: Sequence[Scored], own: Reference, baseline: Reference) -> Fide
     error = _mean_gap(windows, own.float32)
     floor = max(own.floor(), baseline.floor())
     limit = max(LIMIT_OVER_FLOOR * floor, SMALLEST_LIMIT)
+    gaps = _flat(windows) - _flat(own.float32)
+    chance = 4 * float(np.std(gaps)) / np.sqrt(len(gaps))  # what few tokens shift the mean by, four standard errors
+    shifted = abs(float(np.mean(gaps))) > max(LARGEST_SHIFT, chance)
     return Fidelity(
-        faithful=error <= limit, error=error, floor=floor, limit=limit, tokens=sum(len(w) for w in windows),
+        faithful=error <= limit and not shifted, error=error, floor=floor, limit=limit, tokens=len(gaps),
         reference_perplexity=own.perplexity().value, served_perplexity=perplexity(windows).value,
     )  # fmt: skip
 

@@ -39,7 +39,8 @@ def interval(item: Ratio) -> str:
 
 
 def estimate(item: Estimate | None, scale: float = 1.0, unit: str = "") -> str:
-    """`6.25 ± 0.31`: as many decimals as the standard error can carry. A missing error is said, not hidden."""
+    """`6.25 ± 0.31`: as many decimals as the standard error can carry, and three digits of the value at least, since
+    variants are compared with each other on the same text. A missing error is said, not hidden."""
     if item is None:
         return UNKNOWN
     value = item.value * scale
@@ -50,6 +51,8 @@ def estimate(item: Estimate | None, scale: float = 1.0, unit: str = "") -> str:
         return f"{significant(value)}{unit} ± {significant(error, 1)}"
     exponent = math.floor(math.log10(error))
     decimals = max(0, -exponent + (1 if error / 10**exponent < 3.5 else 0))
+    if value:
+        decimals = max(decimals, 2 - math.floor(math.log10(abs(value))))
     return f"{value:,.{decimals}f} ± {error:,.{decimals}f}{unit}"
 
 

@@ -7,22 +7,23 @@ references (transformers, offline) -> every variant beside bf16 (measure.py)
 import json
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from qserve import __version__
 from qserve.artifacts import DataParts, Point, Report
-from qserve.errors import UsageError
+from qserve.errors import PreflightError, UsageError, WorkerError
 from qserve.eval import fidelity, quality, throughput
 from qserve.eval.load import LabelledRecord, write_requests
 from qserve.eval.report import write_report
 from qserve.eval.throughput import Prompts
 from qserve.jobs import Job, run_job
-from qserve.measure import Context, Inputs, Part, fit_together, heaviest, measure, part_path
+from qserve.machine import available_bytes
+from qserve.measure import Context, Inputs, Part, measure, part_path
 from qserve.prep.checkpoint import Prepared
-from qserve.recipe import Bench, Recipe
+from qserve.recipe import BASELINE, Bench, Recipe
 from qserve.serve import vllm
 from qserve.workspace import digest_of
 
@@ -79,22 +80,45 @@ def _prepare_context(inputs: Inputs) -> Context:
     count = 1 if inputs.quick else inputs.recipe.quality.windows
     windows = tuple(tuple(w) for w in json.loads((inputs.data / "quality.json").read_text())[:count])
     config = vllm.read_config(inputs.prepared[0].folder)
-    room = vllm.Room(2 if fit_together(inputs) else 1, psutil.virtual_memory().available, heaviest(inputs))
-    settings = vllm.choose_settings(inputs.recipe.serving, config, inputs.machine, room)
+    settings, together = _settings(inputs, config)
     run = _run_folder(inputs, settings)
-    references = {p.variant: _reference(inputs, p, windows, run) for p in inputs.prepared}
+    references = dict(_references(inputs, windows, run))
     stream = np.load(inputs.data / "load.npy")
+    if len(stream) < 4 * inputs.recipe.bench.prompt_tokens:
+        raise UsageError(
+            f"the load text has {len(stream):,} tokens, too few for prompts of {inputs.recipe.bench.prompt_tokens}; "
+            "give bench a larger dataset, or more rows"
+        )
     return Context(
         inputs, run, settings, windows, parts, Prompts(stream, parts.bos_token_id), references,
-        vllm.kv_bytes_per_token(config, settings.dtype),
+        vllm.kv_bytes_per_token(config, settings.dtype), together,
     )  # fmt: skip
 
 
+def _settings(inputs: Inputs, config: Mapping[str, object]) -> tuple[vllm.Settings, bool]:
+    """Settings for two servers side by side where they fit, else for one; and whether they do.
+
+    Raises:
+        PreflightError: not even one has room for a request of full length.
+    """
+    free, weights = available_bytes(), max(p.manifest.weights.total_bytes for p in inputs.prepared)
+    gpu = (inputs.machine.gpu_memory_bytes or 0) * inputs.recipe.serving.tensor_parallel
+    if inputs.machine.flavour == "cpu" or 2 * (1.2 * weights + 3 * vllm.GIB) <= 0.9 * gpu:
+        try:
+            room = vllm.Room(2, free, weights)
+            return vllm.choose_settings(inputs.recipe.serving, config, inputs.machine, room), True
+        except PreflightError:
+            inputs.say("bf16 and a variant do not fit side by side: they are measured in rounds")
+    room = vllm.Room(1, free, weights)
+    return vllm.choose_settings(inputs.recipe.serving, config, inputs.machine, room), False
+
+
 def _run_folder(inputs: Inputs, settings: vllm.Settings) -> Path:
-    """The folder of an unfinished run of exactly this, else a new one."""
+    """The folder of an unfinished run of exactly this, else a new one. The size of the KV cache follows the memory that
+    is free at the moment, so it is no part of the question."""
     digest = digest_of(
         [inputs.recipe.model_dump(mode="json"), [p.manifest.digest for p in inputs.prepared], inputs.engine.digest,
-         repr(settings), inputs.quick, __version__]
+         repr(replace(settings, kv_cache_bytes=None)), inputs.quick, __version__]
     )  # fmt: skip
     for folder in sorted(inputs.workspace.runs.glob(f"*-{digest}"), reverse=True):
         if not (folder / "measurements.json").exists():
@@ -103,6 +127,19 @@ def _run_folder(inputs: Inputs, settings: vllm.Settings) -> Path:
     folder = inputs.workspace.runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{digest}"
     folder.mkdir(parents=True)
     return folder
+
+
+def _references(
+    inputs: Inputs, windows: tuple[quality.Window, ...], run: Path
+) -> Iterator[tuple[str, fidelity.Reference]]:
+    """(variant, reference). A variant whose reference fails is left out; without bf16's there is no run."""
+    for prepared in inputs.prepared:
+        try:
+            yield prepared.variant, _reference(inputs, prepared, windows, run)
+        except WorkerError as error:
+            if prepared.variant == BASELINE:
+                raise
+            inputs.say(f"{prepared.variant}: {error}")
 
 
 def _reference(

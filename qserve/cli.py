@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from qserve.errors import LoadError, QserveError, ServerError, UsageError
+from qserve.errors import LoadError, PreflightError, QserveError, ServerError
 
 if TYPE_CHECKING:
     from qserve.prep.checkpoint import Prepared
@@ -179,16 +179,14 @@ def serve(
 
 def _launch(recipe: "Recipe", prepared: "Prepared", at: tuple[str, int], python: Path | None) -> "tuple[Settings, Any]":
     """Settings and start command for one server with the machine to itself."""
-    import psutil
-
-    from qserve.machine import look
+    from qserve.machine import available_bytes, look
     from qserve.runtimes import ensure_runtime
     from qserve.serve import vllm
 
     machine = look()
     if reason := vllm.unservable(recipe.variant(prepared.variant), machine):
-        raise UsageError(f"{prepared.variant} cannot be served here: {reason}")
-    room = vllm.Room(1, psutil.virtual_memory().available, prepared.manifest.weights.total_bytes)
+        raise PreflightError(f"{prepared.variant} cannot be served here: {reason}")
+    room = vllm.Room(1, available_bytes(), prepared.manifest.weights.total_bytes)
     settings = vllm.choose_settings(recipe.serving, vllm.read_config(prepared.folder), machine, room)
     runtime = ensure_runtime("vllm", machine.flavour, say, python or recipe.serving.python)
     return settings, vllm.launch_vllm(runtime.python, prepared.folder, prepared.variant, settings, at)

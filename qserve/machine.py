@@ -11,6 +11,7 @@ from typing import Literal
 import psutil
 
 from qserve.artifacts import Machine
+from qserve.errors import UsageError
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "asimd", "i8mm", "bf16")
 
@@ -21,6 +22,8 @@ def look() -> Machine:
     model, flags = _cpu()
     gpus = _gpus()
     chosen = os.environ.get("QSERVE_FLAVOUR") or ("cuda" if gpus else "cpu")
+    if chosen not in ("cpu", "cuda"):
+        raise UsageError(f"QSERVE_FLAVOUR is {chosen!r}; it may be cpu or cuda")
     flavour: Literal["cpu", "cuda"] = "cuda" if chosen == "cuda" else "cpu"
     return Machine(
         flavour=flavour,
@@ -63,6 +66,15 @@ def _memory() -> int:
     return total
 
 
+def available_bytes() -> int:
+    """Memory that can be had now: what the system has available, or what the cgroup's limit leaves."""
+    available: int = psutil.virtual_memory().available
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
+        return min(available, max(int(text) - int(used.read_text()), 0))
+    return available
+
+
 def _gpus() -> list[tuple[str, int, str]]:
     """(name, memory bytes, compute capability) of each NVIDIA GPU that the driver shows."""
     if not shutil.which("nvidia-smi"):
@@ -73,4 +85,4 @@ def _gpus() -> list[tuple[str, int, str]]:
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[part.strip() for part in line.split(",")] for line in out.splitlines() if line.count(",") == 2]
-    return [(name, int(mib) * 2**20, capability) for name, mib, capability in rows]
+    return [(name, int(mib) * 2**20, capability) for name, mib, capability in rows if mib.isdigit()]

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from pydantic import TypeAdapter
 
 from qserve.artifacts import Artifact, DataParts, Machine, Memory, VariantResult
@@ -67,25 +66,11 @@ class Context:
     parts: DataParts
     prompts: Prompts
     references: Mapping[str, fidelity.Reference]
-    token_bytes: int  # of KV cache, a token
+    token_bytes: int | None  # of KV cache, a token
+    together: bool  # bf16 and a variant fit side by side
 
     def plan(self, deadline: float) -> Plan:
         return Plan(self.inputs.recipe.bench, self.prompts, deadline)
-
-
-def heaviest(inputs: Inputs) -> int:
-    return max(p.manifest.weights.total_bytes for p in inputs.prepared)
-
-
-def fit_together(inputs: Inputs) -> bool:
-    """Do bf16 and a variant fit side by side? Weights twice while loading, and 3 GiB each for the rest."""
-    need = 2 * (2 * heaviest(inputs) + 3 * vllm.GIB)
-    if inputs.machine.flavour == "cuda":
-        need = round(2 * (1.2 * heaviest(inputs) + 3 * vllm.GIB))
-        room = (inputs.machine.gpu_memory_bytes or 0) * inputs.recipe.serving.tensor_parallel
-        return need <= 0.9 * room
-    available: int = psutil.virtual_memory().available
-    return need <= available
 
 
 def part_path(run: Path, variant: str) -> Path:
@@ -95,7 +80,7 @@ def part_path(run: Path, variant: str) -> Path:
 
 def measure(context: Context) -> Iterator[str]:
     """Measure what has no part yet; yields a line as each variant begins."""
-    yield from _together(context) if fit_together(context.inputs) else _rounds(context)
+    yield from _together(context) if context.together else _rounds(context)
 
 
 @contextmanager
@@ -122,26 +107,43 @@ def _together(context: Context) -> Iterator[str]:
     if not todo and part_path(context.run, BASELINE).exists():
         return
     with _served(context, baseline) as base:
-        base_scored, result = _judge(context, baseline, base, None)
-        if result.status != "measured":
-            raise ServerError(f"bf16 itself is not served faithfully: {result.problem}; log: {base.log}")
+        base_scored, result = _judge_baseline(context, baseline, base)
         peak = base.memory_bytes() or 0
         for prepared in todo:
             yield f"--- {prepared.variant}: {prepared.manifest.label}"
-            part = _measure_beside(context, prepared, base, base_scored)
+            part = _unserved(context, prepared) or _measure_beside(context, prepared, base, base_scored)
             peak = max([peak, *(p.baseline.memory_bytes or 0 for p in part.blocks())])
             part.write(part_path(context.run, prepared.variant))
         Part(result=_with_peak(result, peak)).write(part_path(context.run, BASELINE))
 
 
+def _judge_baseline(
+    context: Context, baseline: Prepared, base: server.Server
+) -> tuple[tuple[quality.Scored, ...], VariantResult]:
+    """As `_judge`, and saved. Raises ServerError if bf16 itself is not served faithfully: nothing can be held to it."""
+    scored, result = _judge(context, baseline, base, None)
+    if result.status != "measured":
+        raise ServerError(f"bf16 itself is not served faithfully: {result.problem}; log: {base.log}")
+    Part(result=result).write(part_path(context.run, BASELINE))
+    return scored, result
+
+
+def _unserved(context: Context, prepared: Prepared) -> Part | None:
+    """The part of a variant that is not served: no kernel on this machine, or no reference to hold it against."""
+    if prepared.variant not in context.references:
+        error = f"transformers cannot run the checkpoint: {context.run}/reference-{prepared.variant}.log says why"
+        return Part(result=_failed(context, prepared, error))
+    reason = vllm.unservable(context.inputs.recipe.variant(prepared.variant), context.inputs.machine)
+    if reason is None:
+        return None
+    context.inputs.say(f"{prepared.variant}: not served: {reason}")
+    return Part(result=_failed(context, prepared, reason).model_copy(update={"status": "not servable"}))
+
+
 def _measure_beside(
     context: Context, prepared: Prepared, base: server.Server, base_scored: tuple[quality.Scored, ...]
 ) -> Part:
-    """One variant beside the running bf16. A variant that fails is a result too: it says why."""
-    if reason := vllm.unservable(context.inputs.recipe.variant(prepared.variant), context.inputs.machine):
-        context.inputs.say(f"{prepared.variant}: not served: {reason}")
-        unserved = _failed(context, prepared, reason).model_copy(update={"status": "not servable"})
-        return Part(result=unserved)
+    """One variant beside the running bf16. If bf16 is what failed, that is raised."""
     try:
         with _served(context, prepared) as live:
             _, result = _judge(context, prepared, live, base_scored)
@@ -152,8 +154,12 @@ def _measure_beside(
     except QserveError as error:
         if not base.alive():
             raise
-        context.inputs.say(f"{prepared.variant}: failed: {error}")
-        return Part(result=_failed(context, prepared, str(error)))
+        return _failed_part(context, prepared, error)
+
+
+def _failed_part(context: Context, prepared: Prepared, error: QserveError) -> Part:
+    context.inputs.say(f"{prepared.variant}: failed: {error}")
+    return Part(result=_failed(context, prepared, str(error)))
 
 
 def _judge(
@@ -174,8 +180,9 @@ def _judge(
     problem = None
     if not gate.faithful:
         problem = (
-            f"served log-probabilities are {gate.error:.3f} nats from the checkpoint's in transformers; rounding "
-            f"explains {gate.floor:.3f}, the limit is {gate.limit:.3f}"
+            f"served log-probabilities are {gate.error:.3f} nats from the checkpoint's in transformers (rounding "
+            f"explains {gate.floor:.3f}, the limit is {gate.limit:.3f}), and perplexity is "
+            f"{gate.served_perplexity:.3f} instead of {gate.reference_perplexity:.3f}"
         )
     result = VariantResult(
         name=prepared.variant, label=prepared.manifest.label, status="measured" if gate.faithful else "not faithful",
@@ -189,11 +196,11 @@ def _judge(
 
 
 def _made(context: Context, prepared: Prepared) -> dict[str, object]:
-    manifest = prepared.manifest
+    manifest, reference = prepared.manifest, context.references.get(prepared.variant)
     return {
         "bits_per_parameter": manifest.weights.bits_per_parameter, "layers": manifest.layers,
         "layers_fallback": len(manifest.layers_fallback), "prep_s": manifest.wall_s,
-        "offline_perplexity": context.references[prepared.variant].perplexity(),
+        "offline_perplexity": reference.perplexity() if reference else None,
     }  # fmt: skip
 
 
@@ -243,22 +250,21 @@ def _with_peak(result: VariantResult, peak: int) -> VariantResult:
 
 
 def _rounds(context: Context) -> Iterator[str]:
-    """Too big to stand side by side: bf16 | variant variant | bf16, each half with the other's prompts."""
+    """Too big to stand side by side: bf16 | variant variant | bf16, each half with the other's prompts.
+
+    The time is bounded by pairs x block_s a level, for each of the two.
+    """
     baseline, *variants = context.inputs.prepared
     for prepared in (p for p in variants if not part_path(context.run, p.variant).exists()):
         yield f"--- {prepared.variant}: {prepared.manifest.label} (in rounds: both do not fit at once)"
-        try:
-            base_result, part = _one_after_the_other(context, prepared, baseline)
-        except QserveError as error:
-            if f"server-{BASELINE}" in str(error):
-                raise
-            Part(result=_failed(context, prepared, str(error))).write(part_path(context.run, prepared.variant))
-            continue
-        Part(result=base_result).write(part_path(context.run, BASELINE))
+        part = _unserved(context, prepared) or _one_after_the_other(context, prepared, baseline)
         part.write(part_path(context.run, prepared.variant))
+    if not part_path(context.run, BASELINE).exists():
+        with _served(context, baseline) as base:
+            _judge_baseline(context, baseline, base)
 
 
-def _one_after_the_other(context: Context, prepared: Prepared, baseline: Prepared) -> tuple[VariantResult, Part]:
+def _one_after_the_other(context: Context, prepared: Prepared, baseline: Prepared) -> Part:
     plan = context.plan(float("inf"))
     levels = [(c, i) for c in plan.bench.concurrency for i in range(plan.bench.pairs)]
     halves = [[(c, plan.requests(c)) for c, i in levels if i % 2 == half] for half in (0, 1)]
@@ -269,14 +275,19 @@ def _one_after_the_other(context: Context, prepared: Prepared, baseline: Prepare
         return [plan.block(live, requests, concurrency) for concurrency, requests in halves[half]]
 
     with _served(context, baseline) as base:
-        base_scored, base_result = _judge(context, baseline, base, None)
+        base_scored, _ = _judge_baseline(context, baseline, base)
         first = blocks(base, 0)
-    with _served(context, prepared) as live:
-        _, result = _judge(context, prepared, live, base_scored)
-        own = blocks(live, 0) + blocks(live, 1)
-        memory_now = live.memory_bytes()
+    try:
+        with _served(context, prepared) as live:
+            _, result = _judge(context, prepared, live, base_scored)
+            if result.status != "measured":
+                return Part(result=result)
+            own = blocks(live, 0) + blocks(live, 1)
+            memory_now = live.memory_bytes()
+    except QserveError as error:
+        return _failed_part(context, prepared, error)
     with _served(context, baseline) as base:
         theirs = first + blocks(base, 1)
     order = [c for c, _ in halves[0] + halves[1]]
     pairs = tuple(Pair(c, v, b) for c, v, b in zip(order, own, theirs, strict=True))
-    return base_result, _part(context, result, pairs, memory_now)
+    return _part(context, result, pairs, memory_now)

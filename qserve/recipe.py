@@ -3,6 +3,7 @@
 `load_recipe` is the only way in. It returns a frozen `Recipe`, or raises `UsageError` with file, line and field.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -194,7 +195,7 @@ class Serving(Frozen):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: what is fastest on this machine
     # torch.compile; YAML reads a bare on or off as true or false
     compile: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_off)] = "auto"
-    kv_cache_gib: float | None = Field(None, gt=0)  # None: fitted to the machine
+    kv_cache_gib: int | None = Field(None, ge=1)  # on a CPU, whole GiB; None: fitted to the machine
     extra_args: tuple[str, ...] = ()
     python: Path | None = None  # an environment of your own with vLLM in it, instead of the managed one
     start_timeout_s: float = Field(1800, gt=0)
@@ -205,12 +206,19 @@ class Bench(Frozen):
 
     prompt_tokens: int = Field(128, ge=1)
     output_tokens: int = Field(64, ge=1)
-    concurrency: tuple[int, ...] = (1, 4, 16)
+    concurrency: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1, 4, 16)
     requests_per_slot: int = Field(2, ge=1)  # a block sends concurrency x this many requests
     pairs: int = Field(4, ge=1)
     block_s: float = Field(60, gt=0)  # a block is cut here
     variant_s: float = Field(900, gt=0)  # a variant stops taking new pairs here
     dataset: Dataset | None = None  # None: the calibration data set (other records of it)
+
+    @field_validator("concurrency")
+    @classmethod
+    def _each_once(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("each concurrency once")
+        return value
 
 
 class Quality(Frozen):
@@ -350,14 +358,18 @@ def _known_fields(loc: tuple[object, ...]) -> Iterator[str]:
         yield from model.model_fields
 
 
+def _is_beside(folder: Path, value: str) -> bool:
+    return value.startswith(("./", "../")) or (folder / value).exists()
+
+
 def _anchor_paths(data: dict[Any, Any], folder: Path) -> dict[Any, Any]:
-    """Make `./file` spellings of sources relative to the recipe's folder."""
+    """Make relative spellings of sources, and names of what lies beside the recipe, paths from its folder."""
     out: dict[Any, Any] = {}
     for key, value in data.items():
         if isinstance(value, dict):
             out[key] = _anchor_paths(value, folder)
-        elif key in ("model", "dataset", "python") and isinstance(value, str) and value.startswith(("./", "../")):
-            out[key] = str((folder / value).resolve())
+        elif key in ("model", "dataset", "python") and isinstance(value, str) and _is_beside(folder, value):
+            out[key] = os.path.abspath(folder / value)  # a link stays a link: a virtual environment is one
         else:
             out[key] = value
     return out

@@ -125,8 +125,10 @@ class Workspace:
 
 def open_workspace(path: Path | None) -> Workspace:
     """The given folder, else $QSERVE_WORKSPACE, else ./qserve-workspace."""
-    root = path or Path(os.environ.get("QSERVE_WORKSPACE") or "qserve-workspace")
-    return Workspace(root.absolute())
+    root = (path or Path(os.environ.get("QSERVE_WORKSPACE") or "qserve-workspace")).absolute()
+    if root.exists() and not (root.is_dir() and os.access(root, os.W_OK)):
+        raise UsageError(f"the workspace {root} is no folder that can be written to; choose another with --workspace")
+    return Workspace(root)
 
 
 def free_bytes(path: Path) -> int:

@@ -11,6 +11,7 @@ Whatever ends the block, an exception or Ctrl-C included, nothing of the server 
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -46,6 +47,13 @@ class Launch:
     timeout_s: float = 1800  # to become ready
     silence_s: float = 600  # without log output or CPU time, it hangs
 
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches it."""
+        anywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+        host = anywhere.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
 
 @dataclass(frozen=True)
 class Server:
@@ -58,7 +66,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://{self.launch.host}:{self.launch.port}"
+        return self.launch.url
 
     @property
     def model(self) -> str:
@@ -75,17 +83,28 @@ class Server:
         return _cpu_seconds(self.pid)
 
     def memory_bytes(self) -> int | None:
-        """Proportional set size of the process group: shared pages are counted once."""
+        """Device memory of the process group where there is a GPU; else its proportional set size, in which shared
+        pages are counted once."""
+        if shutil.which("nvidia-smi"):
+            return _device_bytes(set(group_members(self.pid)))
         sizes = _each(self.pid, lambda p: int(p.memory_full_info().pss) if sys.platform == "linux" else None)
         return sum(s for s in sizes if s is not None) or None
 
     def metrics(self) -> dict[str, float]:
         """The counters and gauges of /metrics, summed over labels; empty if the server has none."""
         try:
-            response = httpx.get(f"{self.url}/metrics", timeout=30)
+            response = ask(f"{self.url}/metrics", timeout_s=30)
         except httpx.HTTPError:
             return {}
         return parse_metrics(response.text) if response.status_code == 200 else {}
+
+
+def _device_bytes(pids: set[int]) -> int | None:
+    """GPU memory in use by these processes, as the driver tells it; None where it does not."""
+    query = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
+    out = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    rows = re.findall(r"^(\d+), (\d+)$", out, re.MULTILINE)
+    return sum(int(mib) * 2**20 for pid, mib in rows if int(pid) in pids) or None
 
 
 def parse_metrics(text: str) -> dict[str, float]:
@@ -129,6 +148,11 @@ def _holder(port: int) -> str | None:
             ):
                 return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
     return None
+
+
+def ask(url: str, timeout_s: float) -> httpx.Response:
+    """GET from a server of our own: never through the proxy that is set for the outside."""
+    return httpx.get(url, timeout=timeout_s, trust_env=False)
 
 
 @contextmanager
@@ -202,15 +226,15 @@ def _wait_ready(process: subprocess.Popen[bytes], launch: Launch, log: Path, say
 
 def _healthy(launch: Launch) -> bool:
     try:
-        return httpx.get(f"http://{launch.host}:{launch.port}/health", timeout=5).status_code == 200
+        return ask(f"{launch.url}/health", timeout_s=5).status_code == 200
     except httpx.HTTPError:
         return False
 
 
 def _check_model(launch: Launch, log: Path) -> None:
-    url = f"http://{launch.host}:{launch.port}/v1/models"
+    url = f"{launch.url}/v1/models"
     try:
-        shown = [row["id"] for row in httpx.get(url, timeout=30).json()["data"]]
+        shown = [row["id"] for row in ask(url, timeout_s=30).json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise ServerError(f"{url} does not answer like an OpenAI API ({error}); log: {log}") from error
     if launch.model not in shown:

@@ -38,6 +38,7 @@ class Settings:
     threads: tuple[int, ...]  # CPU ids that compute, empty on CUDA
     max_logprobs: int
     extra_args: tuple[str, ...]
+    start_timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,11 @@ def choose_settings(serving: Serving, config: Mapping[str, object], machine: Mac
     dtype = _dtype(serving, machine)
     length = serving.max_model_len or _int(config, "max_position_embeddings") or 4096
     cuda = machine.flavour == "cuda"
+    one_request = (kv_bytes_per_token(config, dtype) or 0) * length
     return Settings(
         dtype=dtype,
         max_model_len=length,
-        kv_cache_bytes=None if cuda else _kv_cache_bytes(serving, kv_bytes_per_token(config, dtype) * length, room),
+        kv_cache_bytes=None if cuda else _kv_cache_bytes(serving, one_request, room),
         memory_share=round(0.9 / room.servers, 3) if cuda else None,
         compile=serving.compile != "off",
         prefix_caching=serving.prefix_caching,
@@ -69,6 +71,7 @@ def choose_settings(serving: Serving, config: Mapping[str, object], machine: Mac
         threads=() if cuda else core_ids(),
         max_logprobs=1024,
         extra_args=serving.extra_args,
+        start_timeout_s=serving.start_timeout_s,
     )
 
 
@@ -79,8 +82,15 @@ def _dtype(serving: Serving, machine: Machine) -> str:
     return "bfloat16" if machine.flavour == "cuda" or multiplies_bf16 else "float32"
 
 
-def kv_bytes_per_token(config: Mapping[str, object], dtype: str) -> int:
-    """Bytes of keys and values that one token takes: 2 x layers x KV heads x head size x element size."""
+def kv_bytes_per_token(config: Mapping[str, object], dtype: str) -> int | None:
+    """Bytes of keys and values that one token takes: 2 x layers x KV heads x head size x element size.
+
+    None for a config that does not say (sparse or latent attention, an unknown shape).
+    """
+    own = config.get("text_config")
+    config = own if isinstance(own, Mapping) else config
+    if config.get("kv_lora_rank") or not (_int(config, "num_hidden_layers") and _int(config, "num_attention_heads")):
+        return None
     heads = _int(config, "num_attention_heads") or 1
     kv_heads = _int(config, "num_key_value_heads") or heads
     head = _int(config, "head_dim") or (_int(config, "hidden_size") or 0) // heads
@@ -90,17 +100,17 @@ def kv_bytes_per_token(config: Mapping[str, object], dtype: str) -> int:
 def _kv_cache_bytes(serving: Serving, one_request: int, room: Room) -> int:
     """Whole GiB, which is what vLLM's CPU backend takes."""
     if serving.kv_cache_gib is not None:
-        chosen = max(1, round(serving.kv_cache_gib)) * GIB
+        chosen = serving.kv_cache_gib * GIB
     else:
         # a server needs its weights about twice while it loads (packed and not), and 2 GiB for itself
         spare = room.free_bytes / room.servers - 2 * room.weight_bytes - 2 * GIB
         chosen = int(min(max(0.4 * spare, 0) // GIB, 64)) * GIB
     if chosen < max(one_request, GIB):
         fits = int(chosen / one_request * (serving.max_model_len or 0)) if one_request else 0
+        remedy = f"set serving.max_model_len to at most {fits}, or free memory" if fits else "free memory"
         raise PreflightError(
             f"no room for the KV cache: a request of full length needs {one_request / GIB:.2f} GiB, at least 1 GiB is "
-            f"reserved, and {chosen / GIB:.2f} GiB is available; set serving.max_model_len"
-            f"{f' to at most {fits}' if fits else ' lower'}, or free memory"
+            f"reserved, and {chosen / GIB:.2f} GiB is available; {remedy}"
         )
     return chosen
 
@@ -128,7 +138,7 @@ def launch_vllm(python: Path, checkpoint: Path, name: str, settings: Settings, a
         argv.append("--enforce-eager")
     if settings.memory_share is not None:
         argv += ["--gpu-memory-utilization", str(settings.memory_share)]
-    return Launch("vllm", (*argv, *settings.extra_args), _env(settings), host, port, name)
+    return Launch("vllm", (*argv, *settings.extra_args), _env(settings), host, port, name, settings.start_timeout_s)
 
 
 def _env(settings: Settings) -> dict[str, str]:
@@ -202,7 +212,7 @@ def kernels(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in named))
 
 
-def memory(server: Server, disk_bytes: int, peak_bytes: int | None, kv_token_bytes: int) -> Memory:
+def memory(server: Server, disk_bytes: int, peak_bytes: int | None, kv_token_bytes: int | None) -> Memory:
     """Weights, KV cache and peak in separate columns. `kv_token_bytes` as of `kv_bytes_per_token`."""
     text = server.log_text()
     loaded = re.search(r"Model loading took ([\d.]+) GiB", text)
@@ -212,7 +222,7 @@ def memory(server: Server, disk_bytes: int, peak_bytes: int | None, kv_token_byt
         disk_bytes=disk_bytes,
         loaded_bytes=int(float(loaded[1]) * GIB) if loaded else None,
         kv_capacity_tokens=capacity,
-        kv_bytes=capacity * kv_token_bytes if capacity is not None else None,
+        kv_bytes=capacity * kv_token_bytes if capacity is not None and kv_token_bytes else None,
         peak_bytes=peak_bytes,
     )
 

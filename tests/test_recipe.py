@@ -1,6 +1,7 @@
 """Recipes: those that ship load and fit their models; a wrong one names file, line and field."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,27 @@ def test_compile_may_be_written_bare(tmp_path: Path, word: str, meant: str) -> N
     path = tmp_path / "r.yaml"
     path.write_text(find_recipe("quickstart").read_text().replace("compile: off", f"compile: {word}"))
     assert load_recipe(path).serving.compile == meant
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("[]", "at least 1 item"), ("[0]", "greater than or equal to 1"), ("[8, 8]", "each concurrency once")],
+)
+def test_a_concurrency_that_cannot_be_is_refused(tmp_path: Path, value: str, message: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(find_recipe("quickstart").read_text().replace("[1, 8]", value))
+    with pytest.raises(UsageError, match=rf"r\.yaml:\d+: bench\.concurrency.*{message}"):
+        load_recipe(path)
+
+
+def test_paths_are_relative_to_the_recipe_and_links_stay_links(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "chats.jsonl").write_text("{}\n")
+    (tmp_path / "python").symlink_to(sys.executable)
+    text = find_recipe("quickstart").read_text()
+    text = re.sub(r"dataset: pypi:\S+", "dataset: data/chats.jsonl", text)
+    path = tmp_path / "r.yaml"
+    path.write_text(text.replace("serving:\n", "serving:\n  python: ./python\n"))
+    recipe = load_recipe(path)
+    assert source_text(recipe.calibration.dataset) == str(tmp_path / "data" / "chats.jsonl")
+    assert recipe.serving.python == tmp_path / "python"

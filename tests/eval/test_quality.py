@@ -63,7 +63,7 @@ def test_quality_is_paired_with_the_baseline() -> None:
 
 def test_the_gate_passes_rounding_and_stops_corruption() -> None:
     exact = fidelity.Reference(float32=((-1.0, -2.0),), bfloat16=((-1.02, -2.02),))
-    served = [scored({1: -1.03}, {1: -2.03})]
+    served = [scored({1: -1.03}, {1: -1.97})]
     assert exact.floor() == pytest.approx(0.02)
     good = fidelity.check(served, exact, exact)
     assert good.faithful
@@ -71,6 +71,13 @@ def test_the_gate_passes_rounding_and_stops_corruption() -> None:
     assert good.limit == pytest.approx(0.06)
     assert good.reference_perplexity == pytest.approx(math.exp(1.5))
     assert not fidelity.check([scored({1: -1.1}, {1: -2.1})], exact, exact).faithful
+
+
+def test_a_shifted_perplexity_is_stopped_even_if_rounding_is_rough() -> None:
+    rough = fidelity.Reference(float32=((-1.0,) * 100,), bfloat16=((-1.2, -0.8) * 50,))
+    noisy = fidelity.check([scored(*({1: -1.2}, {1: -0.8}) * 50)], rough, rough)
+    assert noisy.faithful  # as rough as rounding, and shifted by nothing
+    assert not fidelity.check([scored(*[{1: -1.1}] * 100)], rough, rough).faithful  # half as far, all one way
 
 
 def test_a_window_that_was_not_scored_offline_does_not_count() -> None:

@@ -140,3 +140,17 @@ def test_first_error(tmp_path: Path, text: str, error: str) -> None:
 def test_metrics_are_summed_over_labels() -> None:
     text = '# HELP a b\nvllm:hits_total{engine="0"} 3.0\nvllm:hits_total{engine="1"} 4.5\nplain 1e3\n'
     assert parse_metrics(text) == {"vllm:hits_total": 7.5, "plain": 1000.0}
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:9"), ("0.0.0.0", "http://127.0.0.1:9"), ("::", "http://[::1]:9")],
+)
+def test_the_url_a_client_can_use(host: str, url: str) -> None:
+    assert Launch("v", (), {}, host, 9, "m").url == url
+
+
+def test_a_proxy_for_the_outside_is_not_used_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert str(start("slow", tmp_path, silence_s=10)).startswith("http://127.0.0.1:")

@@ -29,6 +29,9 @@ def room(servers: int = 1, free: int = 20 * GIB) -> vllm.Room:
 def test_kv_bytes_per_token() -> None:
     assert vllm.kv_bytes_per_token(SMOLLM2, "bfloat16") == 23_040
     assert vllm.kv_bytes_per_token(SMOLLM2, "float32") == 46_080
+    assert vllm.kv_bytes_per_token({"text_config": SMOLLM2}, "bfloat16") == 23_040
+    assert vllm.kv_bytes_per_token({**SMOLLM2, "kv_lora_rank": 512}, "bfloat16") is None
+    assert vllm.kv_bytes_per_token({}, "bfloat16") is None
 
 
 @pytest.mark.parametrize(("machine", "dtype"), [(ZEN3, "float32"), (ZEN4, "bfloat16"), (H100, "bfloat16")])
@@ -59,7 +62,7 @@ def test_no_memory_no_server() -> None:
 
 def test_the_cpu_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "core_ids", lambda: (0, 1))
-    serving = Serving(max_model_len=2048, compile="off", prefix_caching=False, kv_cache_gib=2)
+    serving = Serving(max_model_len=2048, compile="off", prefix_caching=False, kv_cache_gib=2, start_timeout_s=77)
     settings = vllm.choose_settings(serving, SMOLLM2, ZEN3, room())
     launch = vllm.launch_vllm(Path("/env/bin/python"), Path("/ck pt/awq"), "awq", settings, ("127.0.0.1", 8000))
     text = " ".join(launch.argv)
@@ -71,6 +74,7 @@ def test_the_cpu_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
     assert launch.env["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert launch.env["HF_HUB_OFFLINE"] == "1"
+    assert launch.timeout_s == 77
 
 
 def test_the_cuda_command() -> None:
