@@ -41,6 +41,7 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich takes as long to import as everything else together
     help="Which quantization of this model should I deploy on this machine for this traffic? Answered by measurement.",
 )  # fmt: skip
 
@@ -96,7 +97,10 @@ def prep(
     workspace: WorkspaceOption = None,
     python: PythonOption = None,
 ) -> None:
-    """Make the checkpoints of a recipe: the bf16 baseline and every quantized variant."""
+    """Make a recipe's checkpoints.
+
+    The bf16 baseline, and every quantized variant; what is there already is not made again.
+    """
     from qserve.prep.stage import prepare
     from qserve.recipe import find_recipe, load_recipe
     from qserve.workspace import open_workspace
@@ -114,7 +118,10 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="A smoke run: every step once, no figure to keep.")] = False,
     workspace: WorkspaceOption = None,
 ) -> None:
-    """Serve every checkpoint beside bf16; measure quality, memory, throughput and latency; write a report."""
+    """Measure every checkpoint beside bf16.
+
+    Each one is served; quality, memory, throughput and latency go into a report.
+    """
     from qserve.bench import quick_recipe, run_bench
     from qserve.eval.findings import findings
     from qserve.eval.report import read_report
@@ -148,7 +155,10 @@ def serve(
     workspace: WorkspaceOption = None,
     python: PythonOption = None,
 ) -> None:
-    """Serve one checkpoint under vLLM until Ctrl-C: OpenAI API, streaming, /health, /metrics."""
+    """Serve one checkpoint until Ctrl-C.
+
+    Under vLLM: OpenAI API with streaming, /health, /metrics.
+    """
     from qserve.artifacts import Memory
     from qserve.prep.stage import find_prepared
     from qserve.recipe import find_recipe, load_recipe
@@ -216,7 +226,10 @@ def load(
     self_test: Annotated[bool, typer.Option("--self-test", help="Measure the client against its null server.")] = False,
     format: Annotated[LoadFormat, typer.Option(help="How to print the result.")] = LoadFormat.text,
 ) -> None:
-    """Load any OpenAI-compatible URL with concurrent streams and print throughput and latency."""
+    """Load any OpenAI-compatible URL.
+
+    Concurrent streams of fresh prompts; prints throughput and latency.
+    """
     from qserve.eval.load_command import load_command, load_text
 
     result = load_command(url, concurrency, requests, prompt_tokens, output_tokens, model, api_key_env, self_test)
@@ -231,7 +244,10 @@ def report(
     format: Annotated[Format, typer.Option(help="How to print it.")] = Format.md,
     workspace: WorkspaceOption = None,
 ) -> None:
-    """Print a run's report: one row a variant beside bf16, ratios with intervals, plots in HTML."""
+    """Print a run's report.
+
+    One row a variant beside bf16, ratios with intervals; plots in HTML.
+    """
     from qserve.eval.report import read_report, to_html, to_json, to_markdown
     from qserve.workspace import open_workspace
 
@@ -250,7 +266,10 @@ def init(
     model: Annotated[str, typer.Argument(help="Hub id, folder, .gguf file or pypi:NAME==VERSION/FILE.")],
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("qserve.yaml"),
 ) -> None:
-    """Write a starting recipe fitted to the model: a group size that divides, sensible traffic."""
+    """Write a starting recipe for a model.
+
+    Fitted to its config: a group size that divides every layer, sensible traffic.
+    """
     from qserve.prep.init import write_starting_recipe
 
     typer.echo(f"wrote {write_starting_recipe(model, out)}; next: qserve prep && qserve bench")
@@ -261,7 +280,10 @@ def runtimes(
     action: Annotated[RuntimeAction, typer.Argument(help="What to do.")] = RuntimeAction.list,
     name: Annotated[str | None, typer.Argument(help="llmcompressor or vllm; default: both.")] = None,
 ) -> None:
-    """List, build, check or remove the environments of the heavy stacks."""
+    """Manage the environments of the heavy stacks.
+
+    List, build, check or remove those of llm-compressor and vLLM.
+    """
     from qserve.runtimes import runtimes_command
 
     for line in runtimes_command(action.value, name, say):
