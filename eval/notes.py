@@ -28,12 +28,16 @@ DEFINITIONS = (
         "role does not count. Its ratio compares the blocks' means.",
     ),
     ("ITL", "Inter-token latency: between successive deltas of one request. Its ratio compares the blocks' means."),
-    ("E2E", "From sending a request to its last byte."),
+    ("E2E", "From sending a request to its last byte; of completed requests."),
     (
         "Percentiles",
-        "Of completed requests. p95 needs 20 values and p99 needs 100; with fewer, the count is shown and no figure.",
+        "p95 needs 20 values and p99 needs 100; with fewer, the count is shown and no figure.",
     ),
-    ("Cut", "Requests that were still running when a block's time ended: their tokens count, their latencies do not."),
+    (
+        "Cut",
+        "Requests that were still running when a block's time ended: their tokens, first tokens and inter-token "
+        "latencies count; E2E is of completed requests.",
+    ),
     ("Perplexity", "Of held-out text, teacher-forced, as the live server scores it. Lower is better."),
     (
         "KL to bf16",
@@ -89,9 +93,11 @@ def _point_notes(name: str, point: Point) -> Iterator[str]:
             yield f"{where}{side}: not valid: {load.problem or 'no reason was recorded'}"
         if load.failed:
             yield f"{where}{side}: {_failed(load)} of {load.attempted:,} requests failed."
+    if point.variant.valid and point.variant.problem:
+        yield f"{where}: {point.variant.problem}"
     if point.variant.cut:
         cut, sent = point.variant.cut, point.variant.attempted
-        yield f"{where}: {cut:,} of {sent:,} requests were cut at the end of a block; latencies are of the others."
+        yield f"{where}: {cut:,} of {sent:,} requests were cut at the end of a block; E2E is of the others."
     if point.note:
         yield f"{where}: {point.note}"
 

@@ -56,7 +56,7 @@ def first_token(report: Report) -> Chart:
     return _against_concurrency(
         report,
         f"Time to first token, {which}",
-        f"From sending a request to its first text, completed requests only.{why}",
+        f"From sending a request to its first text.{why}",
         "seconds",
         series,
     )

@@ -58,8 +58,8 @@ def summarize(runs: Sequence[LoadRun]) -> LoadSummary:
         counted_by="deltas" if any(record.output_tokens is None and record.deltas for record in served) else "usage",
         output_tokens_per_s=tokens / wall_s if tokens and wall_s else None,
         requests_per_s=len(ok) / wall_s if ok and wall_s else None,
-        ttft_s=quantiles(record.ttft_s for record in ok if record.ttft_s is not None),
-        itl_s=quantiles(gap for record in ok for gap in record.itl_s),
+        ttft_s=quantiles(record.ttft_s for record in served if record.ttft_s is not None),
+        itl_s=quantiles(gap for record in served for gap in record.itl_s),
         tpot_s=quantiles(tpot for record in ok if (tpot := tpot_s(record)) is not None),
         e2e_s=quantiles(record.e2e_s for record in ok if record.e2e_s is not None),
         client_cpu=sum(run.client_cpu_s for run in runs) / wall_s if wall_s else None,
@@ -118,8 +118,11 @@ def wrong_length(records: Sequence[RequestRecord]) -> str | None:
 
 def remark(records: Sequence[RequestRecord]) -> str | None:
     """What a reader of valid figures should know."""
+    waiting = sum(record.outcome == "cut" and record.ttft_s is None for record in records)
+    if waiting:
+        return f"{waiting} cut requests had no first token yet: time to first token is of the others, and too low"
     if not any(record.outcome == "ok" for record in records):
-        return "no request was complete when the time ended: throughput counts parts of answers, latencies are unknown"
+        return "no request was complete when the time ended: throughput counts parts of answers"
     return None
 
 

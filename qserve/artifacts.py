@@ -131,8 +131,8 @@ class LoadSummary(Frozen):
         `counted_by` says so.
     ttft: send to first text or reasoning delta (not the role chunk). itl: between successive deltas of a request.
     tpot: (e2e - ttft) / (output tokens - 1) of a request. e2e: send to last byte.
-    Latencies are of completed requests; `cut` requests were still running when the block's time ended: their tokens
-    count, their latencies do not.
+    `cut` requests were still running when the block's time ended: their tokens, first tokens and inter-token latencies
+    count (else a slow server would be judged by its quick requests alone); tpot and e2e are of completed requests.
     """
 
     concurrency: int  # asked for

@@ -311,7 +311,7 @@ def test_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- the cut ----------
-def test_the_cut_keeps_the_tokens_and_drops_the_latencies() -> None:
+def test_the_cut_keeps_tokens_and_first_tokens_but_no_end() -> None:
     async def script(call: Call) -> None:
         await call.begin()
         for i in range(1000):
@@ -332,7 +332,8 @@ def test_the_cut_keeps_the_tokens_and_drops_the_latencies() -> None:
     summary = summarize([result])
     assert (summary.attempted, summary.ok, summary.cut) == (4, 0, 4)
     assert summary.output_tokens_per_s == pytest.approx(summary.output_tokens / result.wall_s)
-    assert summary.requests_per_s is None and summary.ttft_s.n == 0
+    assert summary.requests_per_s is None and summary.e2e_s.n == 0
+    assert summary.ttft_s.n == 4 and summary.itl_s.p50 == pytest.approx(0.02, abs=0.01)
     assert summary.valid and summary.problem is not None and "no request was complete" in summary.problem
 
 

@@ -44,8 +44,8 @@ def test_blocks_are_pooled() -> None:
     assert summary.output_tokens == 80 and summary.output_tokens_per_s == 80 / 4
     assert summary.requests_per_s == 19 / 4 and summary.client_cpu == 1.0 / 4
     assert summary.delivered_concurrency == pytest.approx((4.0 * 1 + 3.8 * 3) / 4)
-    assert summary.ttft_s.mean == pytest.approx((10 * 0.1 + 9 * 0.3) / 19)
-    assert summary.tpot_s.n == 19 and summary.itl_s.n == 57
+    assert summary.ttft_s.mean == pytest.approx((10 * 0.1 + 10 * 0.3) / 20)  # a cut request had its first token, too
+    assert summary.tpot_s.n == summary.e2e_s.n == 19 and summary.itl_s.n == 60
     assert summary.valid and summary.problem is None
     with pytest.raises(ValueError):
         summarize([first, replace(second, concurrency=8)])
@@ -91,3 +91,9 @@ def test_raw_records_survive_parquet(tmp_path: Path) -> None:
             for row in rows] == records  # fmt: skip
     assert {(r["variant"], r["arm"], r["concurrency"], r["block"]) for r in rows} == {("awq", "baseline", 4, 2)}
     assert all(field.metadata[b"definition"] for field in table.schema)
+
+
+def test_a_request_cut_before_its_first_token_is_told() -> None:
+    summary = summarize([made([record(), record(1, outcome="cut", ttft_s=None)])])
+    assert summary.valid
+    assert summary.problem == "1 cut requests had no first token yet: time to first token is of the others, and too low"
