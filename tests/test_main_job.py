@@ -143,7 +143,11 @@ def test_serve_prints_a_curl_line_that_works_and_stops_on_ctrl_c(prepared: dict[
         assert "vllm:prefix_cache_queries_total" in metrics
     finally:
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        try:
+            _, said = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            raise
     assert process.returncode == 0, said
     assert said.rstrip().endswith("stopped")
     assert re.search(r"ready after \d+ s; kernels: \w+.*; KV cache: \d+ tokens", said)
