@@ -47,10 +47,10 @@ class Context:
     def run_with(self, python: Path, what: str, worker: str, spec: dict[str, Any]) -> dict[str, Any]:
         """The same with another Python.
 
-        A thread that waits must sleep (OMP_WAIT_POLICY): with other work on the machine, spinning threads take the
+        A thread that waits spins for moments only, then sleeps (GOMP_SPINCOUNT): with other work on the machine, spinning threads take the
         cores from one another, and a calibration pass becomes ten times slower.
         """
-        env = {"OMP_NUM_THREADS": str(self.threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+        env = {"OMP_NUM_THREADS": str(self.threads), "GOMP_SPINCOUNT": "20000", "TOKENIZERS_PARALLELISM": "false"}
         if worker != "hub_data_worker.py":
             env["HF_HUB_OFFLINE"] = "1"
         log = self.workspace.root / "logs" / f"{what.replace('/', '-').replace(' ', '-')}.log"
