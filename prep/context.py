@@ -47,8 +47,8 @@ class Context:
     def run_with(self, python: Path, what: str, worker: str, spec: dict[str, Any]) -> dict[str, Any]:
         """The same with another Python.
 
-        A thread that waits spins for moments only, then sleeps (GOMP_SPINCOUNT): with other work on the machine, spinning threads take the
-        cores from one another, and a calibration pass becomes ten times slower.
+        A thread that waits spins for moments only, then sleeps (GOMP_SPINCOUNT): with other work on the machine,
+        spinning threads take the cores from one another, and a calibration pass becomes ten times slower.
         """
         env = {"OMP_NUM_THREADS": str(self.threads), "GOMP_SPINCOUNT": "20000", "TOKENIZERS_PARALLELISM": "false"}
         if worker != "hub_data_worker.py":
