@@ -6,6 +6,7 @@ references (transformers, offline) -> every variant beside bf16 (measure.py)
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -195,7 +196,10 @@ def _baseline_points(bench: Bench, parts: list[Part]) -> tuple[Point, ...]:
 def _rows(parts: list[Part]) -> Iterator[LabelledRecord]:
     """Every request that was sent in a counted block."""
     for part in parts:
-        for n, pair in enumerate(part.blocks()):
+        begun: Counter[int] = Counter()  # pairs so far at each concurrency
+        for pair in part.blocks():
+            n = begun[pair.concurrency]
+            begun[pair.concurrency] += 1
             for arm, block in (("variant", pair.variant), ("baseline", pair.baseline)):
                 for record in block.run.records:
                     yield LabelledRecord(part.result.name, arm, pair.concurrency, n, record)
