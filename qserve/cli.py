@@ -1,49 +1,22 @@
 """The command line. Each command parses its words, gathers its inputs, and hands over to a stage.
 
-Stages are imported inside the commands, so that `qserve --help` starts at once. Results go to stdout, everything else
-to stderr. Exit codes are in qserve/errors.py.
+Stages are imported inside the commands, so that `qserve --help` starts at once.
 """
 
-import signal
-import sys
 import time
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from qserve.errors import LoadError, PreflightError, QserveError, ServerError
+from qserve.app import OnlyOption, PythonOption, RecipeArgument, WorkspaceOption, app, say
+from qserve.errors import LoadError, PreflightError, ServerError
 
 if TYPE_CHECKING:
     from qserve.prep.checkpoint import Prepared
     from qserve.recipe import Recipe
     from qserve.serve.vllm import Settings
-
-STARTED = time.monotonic()
-
-
-class Commands(TyperGroup):
-    """Turns an expected error into its sentence and exit code; nothing else is caught."""
-
-    def invoke(self, ctx: Any) -> Any:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `with` blocks end their processes
-        try:
-            return super().invoke(ctx)
-        except QserveError as error:
-            typer.echo(f"qserve: {error}", err=True)
-            raise typer.Exit(error.exit_code) from error
-        except KeyboardInterrupt:
-            typer.echo("qserve: interrupted; what was finished is kept, the same command goes on from there", err=True)
-            raise typer.Exit(130) from None
-
-
-app = typer.Typer(
-    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich takes as long to import as everything else together
-    help="Which quantization of this model should I deploy on this machine for this traffic? Answered by measurement.",
-)  # fmt: skip
 
 
 class Format(StrEnum):
@@ -62,25 +35,6 @@ class RuntimeAction(StrEnum):
     build = "build"
     check = "check"
     remove = "remove"
-
-
-RecipeArgument = Annotated[
-    str | None,
-    typer.Argument(help="A recipe file or the name of a shipped one; default ./qserve.yaml, else quickstart."),
-]
-WorkspaceOption = Annotated[
-    Path | None, typer.Option("--workspace", help="Folder of checkpoints and runs [default: ./qserve-workspace]")
-]
-OnlyOption = Annotated[list[str] | None, typer.Option("--only", help="This variant alone; may be given again.")]
-PythonOption = Annotated[
-    Path | None, typer.Option("--python", help="Python of an environment of your own, instead of the managed one.")
-]
-
-
-def say(text: str) -> None:
-    """One line of progress, with the minutes and seconds since the start."""
-    minutes, seconds = divmod(int(time.monotonic() - STARTED), 60)
-    typer.echo(f"[{minutes:3d}:{seconds:02d}] {text}", err=True)
 
 
 def _only(recipe: "Recipe", names: list[str] | None) -> tuple[str, ...]:
