@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+from qserve.artifacts import Counters, Scoring
+
 
 class Endpoint(Protocol):
     """A live OpenAI-compatible server that can also be looked at from outside."""
@@ -12,8 +14,12 @@ class Endpoint(Protocol):
     @property
     def model(self) -> str: ...
 
-    def metrics(self) -> dict[str, float]:
-        """Counters and gauges by name; empty where the server has none."""
+    @property
+    def scoring(self) -> Scoring | None:
+        """How it scores a text; None: it cannot."""
+
+    def counters(self) -> Counters:
+        """What it counts of its own, now."""
 
     def cpu_s(self) -> float:
         """CPU seconds used so far by all of its processes."""

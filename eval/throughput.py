@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qserve.artifacts import LoadSummary, Point
+from qserve.artifacts import Counters, LoadSummary, Point
 from qserve.eval.compare import ratio
 from qserve.eval.endpoint import Endpoint
 from qserve.eval.load import LoadRun, Request, Target, run, run_load
@@ -110,7 +110,7 @@ class Plan:
 
     def block(self, arm: Endpoint, requests: Sequence[Request], concurrency: int) -> Block:
         """Run one block, then wait until the server is idle again (cut requests are aborted there)."""
-        before, cpu = arm.metrics(), arm.cpu_s()
+        before, cpu = arm.counters(), arm.cpu_s()
         target = Target(url=arm.url, model=arm.model, usage_each_chunk=True)
         with gpu_utilisation() as gpu:
             done = run(run_load(target, requests, concurrency, cut_after_s=self.bench.block_s))
@@ -120,25 +120,24 @@ class Plan:
             run=done,
             server_cpu=cpu / done.wall_s / (os.cpu_count() or 1) if done.wall_s else None,
             gpu=gpu.mean(),
-            prefix_queries=_grown(before, after, "vllm:prefix_cache_queries_total"),
-            prefix_hits=_grown(before, after, "vllm:prefix_cache_hits_total"),
+            prefix_queries=_grown(before.prefix_queries, after.prefix_queries),
+            prefix_hits=_grown(before.prefix_hits, after.prefix_hits),
             memory_bytes=arm.memory_bytes(),
         )
 
 
-def _when_idle(arm: Endpoint, patience_s: float = 60) -> dict[str, float]:
-    """Metrics of the server once nothing runs or waits there."""
+def _when_idle(arm: Endpoint, patience_s: float = 60) -> Counters:
+    """Counters of the server once nothing runs or waits there."""
     deadline = time.monotonic() + patience_s
     while True:
-        now = arm.metrics()
-        busy = now.get("vllm:num_requests_running", 0) + now.get("vllm:num_requests_waiting", 0)
-        if not busy or time.monotonic() > deadline:
+        now = arm.counters()
+        if not (now.running or now.waiting) or time.monotonic() > deadline:
             return now
         time.sleep(0.2)
 
 
-def _grown(before: dict[str, float], after: dict[str, float], name: str) -> float | None:
-    return after[name] - before.get(name, 0.0) if name in after else None
+def _grown(before: float | None, after: float | None) -> float | None:
+    return None if after is None else after - (before or 0.0)
 
 
 # --- from pairs to points ----------

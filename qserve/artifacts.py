@@ -112,6 +112,19 @@ class Manifest(Artifact):
 
 
 # --- load ----------
+# How a server gives the log-probabilities of a text: vLLM's `prompt_logprobs`, or of one next token after another.
+Scoring = Literal["prompt_logprobs", "next_token"]
+
+
+class Counters(Frozen):
+    """What a server counts of its own, at one moment. None: it does not tell."""
+
+    running: float | None = None  # requests
+    waiting: float | None = None  # requests
+    prefix_queries: float | None = None  # tokens looked up in the prefix cache so far
+    prefix_hits: float | None = None  # tokens found there so far
+
+
 class Quantiles(Frozen):
     """Order statistics of one latency, in seconds. A percentile that the sample cannot carry is None
     (p95 needs 20 values, p99 needs 100)."""

@@ -8,13 +8,13 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from qserve import __version__
 from qserve.artifacts import DataParts, Point, Report
+from qserve.engines import open_engine
 from qserve.errors import PreflightError, UsageError, WorkerError
 from qserve.eval import fidelity, quality, throughput
 from qserve.eval.load import LabelledRecord, write_requests
@@ -22,10 +22,11 @@ from qserve.eval.report import write_report
 from qserve.eval.throughput import Prompts
 from qserve.jobs import Job, run_job
 from qserve.machine import available_bytes
-from qserve.measure import Context, Inputs, Part, measure, part_path
+from qserve.measure import Arm, Context, Inputs, Part, measure, part_path
 from qserve.prep.checkpoint import Prepared
 from qserve.recipe import BASELINE, Bench, Recipe
-from qserve.serve import vllm
+from qserve.serve.engine import Engine, Room, Setting
+from qserve.serve.kv_cache import GIB, read_config
 from qserve.workspace import digest_of
 
 REFERENCE_WORKER = Path(fidelity.__file__).with_name("reference_worker.py")
@@ -50,11 +51,11 @@ def run_bench(inputs: Inputs) -> Path:
 
 def _run(inputs: Inputs) -> Path:
     started = time.monotonic()
-    check_lengths(inputs.recipe, vllm.read_config(inputs.prepared[0].folder))
+    check_lengths(inputs.recipe, read_config(inputs.prepared[0].folder))
     context = _prepare_context(inputs)
     for step in measure(context):
         inputs.say(step)
-    parts = [Part.read(part_path(context.run, p.variant)) for p in inputs.prepared]
+    parts = [Part.read(part_path(context.run, arm.name)) for arm in context.arms]
     report = _assemble(context, parts, time.monotonic() - started)
     write_requests(context.run / "requests.parquet", _rows(parts))
     report.write(context.run / "measurements.json")
@@ -80,9 +81,8 @@ def _prepare_context(inputs: Inputs) -> Context:
     parts = DataParts.read(inputs.data / "parts.json")
     count = 1 if inputs.quick else inputs.recipe.quality.windows
     windows = tuple(tuple(w) for w in json.loads((inputs.data / "quality.json").read_text())[:count])
-    config = vllm.read_config(inputs.prepared[0].folder)
-    settings, together = _settings(inputs, config)
-    run = _run_folder(inputs, settings)
+    engines, together = _engines(inputs, read_config(inputs.prepared[0].folder))
+    run = _run_folder(inputs, engines)
     references = dict(_references(inputs, windows, run))
     stream = np.load(inputs.data / "load.npy")
     if len(stream) < 4 * inputs.recipe.bench.prompt_tokens:
@@ -90,36 +90,47 @@ def _prepare_context(inputs: Inputs) -> Context:
             f"the load text has {len(stream):,} tokens, too few for prompts of {inputs.recipe.bench.prompt_tokens}; "
             "give bench a larger dataset, or more rows"
         )
-    return Context(
-        inputs, run, settings, windows, parts, Prompts(stream, parts.bos_token_id), references,
-        vllm.kv_bytes_per_token(config, settings.dtype), together,
-    )  # fmt: skip
+    prompts = Prompts(stream, parts.bos_token_id)
+    return Context(inputs, run, _arms(inputs, engines), windows, parts, prompts, references, together)
 
 
-def _settings(inputs: Inputs, config: Mapping[str, object]) -> tuple[vllm.Settings, bool]:
-    """Settings for two servers side by side where they fit, else for one; and whether they do.
+def _engines(inputs: Inputs, config: Mapping[str, object]) -> tuple[tuple[Engine, ...], bool]:
+    """The engines with settings for two servers side by side where they fit, else for one; and whether they do.
 
     Raises:
         PreflightError: not even one has room for a request of full length.
     """
     free, weights = available_bytes(), max(p.manifest.weights.total_bytes for p in inputs.prepared)
     gpu = (inputs.machine.gpu_memory_bytes or 0) * inputs.recipe.serving.tensor_parallel
-    if inputs.machine.flavour == "cpu" or 2 * (1.2 * weights + 3 * vllm.GIB) <= 0.9 * gpu:
+
+    def opened(servers: int) -> tuple[Engine, ...]:
+        setting = Setting(inputs.recipe.serving, config, inputs.machine, Room(servers, free, weights))
+        return tuple(open_engine(installed, setting) for installed in inputs.engines)
+
+    if inputs.machine.flavour == "cpu" or 2 * (1.2 * weights + 3 * GIB) <= 0.9 * gpu:
         try:
-            room = vllm.Room(2, free, weights)
-            return vllm.choose_settings(inputs.recipe.serving, config, inputs.machine, room), True
+            return opened(2), True
         except PreflightError:
             inputs.say("bf16 and a variant do not fit side by side: they are measured in rounds")
-    room = vllm.Room(1, free, weights)
-    return vllm.choose_settings(inputs.recipe.serving, config, inputs.machine, room), False
+    return opened(1), False
 
 
-def _run_folder(inputs: Inputs, settings: vllm.Settings) -> Path:
-    """The folder of an unfinished run of exactly this, else a new one. The size of the KV cache follows the memory that
-    is free at the moment, so it is no part of the question."""
+def _arms(inputs: Inputs, engines: tuple[Engine, ...]) -> tuple[Arm, ...]:
+    """Every checkpoint under the first engine; under each further one, those that it can serve."""
+    first, *others = engines
+    arms = [Arm(p.variant, p, first) for p in inputs.prepared]
+    for engine in others:
+        for p in inputs.prepared:
+            if engine.unservable(inputs.recipe.variant(p.variant)) is None:
+                arms.append(Arm(f"{p.variant}@{engine.name}", p, engine))
+    return tuple(arms)
+
+
+def _run_folder(inputs: Inputs, engines: tuple[Engine, ...]) -> Path:
+    """The folder of an unfinished run of exactly this, else a new one."""
     digest = digest_of(
-        [inputs.recipe.model_dump(mode="json"), [p.manifest.digest for p in inputs.prepared], inputs.engine.digest,
-         repr(replace(settings, kv_cache_bytes=None)), inputs.quick, __version__]
+        [inputs.recipe.model_dump(mode="json"), [p.manifest.digest for p in inputs.prepared],
+         [engine.identity for engine in engines], inputs.quick, __version__]
     )  # fmt: skip
     for folder in sorted(inputs.workspace.runs.glob(f"*-{digest}"), reverse=True):
         if not (folder / "measurements.json").exists():

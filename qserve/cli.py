@@ -16,7 +16,7 @@ from qserve.errors import LoadError, PreflightError, ServerError
 if TYPE_CHECKING:
     from qserve.prep.checkpoint import Prepared
     from qserve.recipe import Recipe
-    from qserve.serve.vllm import Settings
+    from qserve.serve.engine import Engine
 
 
 class Format(StrEnum):
@@ -77,6 +77,7 @@ def bench(
     Each one is served; quality, memory, throughput and latency go into a report.
     """
     from qserve.bench import quick_recipe, run_bench
+    from qserve.engines import install_engine
     from qserve.eval.findings import findings
     from qserve.eval.report import read_report
     from qserve.machine import look
@@ -92,7 +93,7 @@ def bench(
     inputs = Inputs(
         recipe=quick_recipe(parsed) if quick else parsed, recipe_file=path, workspace=space, prepared=prepared,
         data=ensure_data(parsed, space, say), machine=machine,
-        engine=ensure_runtime("vllm", machine.flavour, say, parsed.serving.python),
+        engines=(install_engine(parsed.serving.engine, parsed.serving, say),),
         reference=ensure_runtime("llmcompressor", machine.flavour, say), quick=quick, say=say,
     )  # fmt: skip
     run = run_bench(inputs)
@@ -113,47 +114,48 @@ def serve(
 
     Under vLLM: OpenAI API with streaming, /health, /metrics.
     """
-    from qserve.artifacts import Memory
     from qserve.prep.stage import find_prepared
     from qserve.recipe import find_recipe, load_recipe
-    from qserve.serve import server, vllm
+    from qserve.serve import server
+    from qserve.serve.curl import curl_line
+    from qserve.serve.engine import Subject
     from qserve.workspace import open_workspace
 
     parsed, space = load_recipe(find_recipe(recipe)), open_workspace(workspace)
     at = (host, server.free_port(host, port))
-    parsed.variant(variant)
+    subject = parsed.variant(variant)
     prepared = find_prepared(parsed, space, () if variant == "bf16" else (variant,))[-1]
-    settings, launch = _launch(parsed, prepared, at, python)
+    engine = _open_alone(parsed, prepared, python)
+    launch = engine.launch(Subject(variant, prepared.folder, subject), at)
     log = space.root / "servers" / f"{variant}-{at[1]}.log"
-    say(f"starting vLLM for {variant} ({prepared.manifest.label}); log: {log}")
+    say(f"starting {engine.name} for {variant} ({prepared.manifest.label}); log: {log}")
     with server.running(launch, log, say) as live:
-        config = vllm.read_config(prepared.folder)
-        token_bytes = vllm.kv_bytes_per_token(config, settings.dtype)
-        facts = vllm.facts(live, log.name)
-        memory: Memory = vllm.memory(live, prepared.manifest.weights.total_bytes, None, token_bytes)
+        facts = engine.facts(live, log.name)
+        memory = engine.memory(live, prepared.manifest.weights.total_bytes, None)
         (log.with_suffix(".json")).write_text(
             f"[{facts.model_dump_json(indent=1)},\n{memory.model_dump_json(indent=1)}]\n"
         )
         say(f"ready after {live.startup_s:.0f} s; kernels: {', '.join(facts.kernels) or 'not named in the log'}; "
             f"KV cache: {memory.kv_capacity_tokens or 'unknown'} tokens")  # fmt: skip
-        typer.echo(vllm.curl_line(live, prepared.folder))
+        typer.echo(curl_line(live, prepared.folder))
         _until_stopped(live)
     say("stopped")
 
 
-def _launch(recipe: "Recipe", prepared: "Prepared", at: tuple[str, int], python: Path | None) -> "tuple[Settings, Any]":
-    """Settings and start command for one server with the machine to itself."""
+def _open_alone(recipe: "Recipe", prepared: "Prepared", python: Path | None) -> "Engine":
+    """The engine for one server with the machine to itself."""
+    from qserve.engines import install_engine, open_engine
     from qserve.machine import available_bytes, look
-    from qserve.runtimes import ensure_runtime
-    from qserve.serve import vllm
+    from qserve.serve.engine import Room, Setting
+    from qserve.serve.kv_cache import read_config
 
-    machine = look()
-    if reason := vllm.unservable(recipe.variant(prepared.variant), machine):
+    serving = recipe.serving.model_copy(update={"python": python or recipe.serving.python})
+    room = Room(1, available_bytes(), prepared.manifest.weights.total_bytes)
+    setting = Setting(serving, read_config(prepared.folder), look(), room)
+    engine = open_engine(install_engine(serving.engine, serving, say), setting)
+    if reason := engine.unservable(recipe.variant(prepared.variant)):
         raise PreflightError(f"{prepared.variant} cannot be served here: {reason}")
-    room = vllm.Room(1, available_bytes(), prepared.manifest.weights.total_bytes)
-    settings = vllm.choose_settings(recipe.serving, vllm.read_config(prepared.folder), machine, room)
-    runtime = ensure_runtime("vllm", machine.flavour, say, python or recipe.serving.python)
-    return settings, vllm.launch_vllm(runtime.python, prepared.folder, prepared.variant, settings, at)
+    return engine
 
 
 def _until_stopped(live: Any) -> None:

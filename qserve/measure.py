@@ -16,13 +16,15 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from qserve.artifacts import Artifact, DataParts, Machine, Memory, VariantResult
+from qserve.engines import Installed
 from qserve.errors import QserveError, ServerError
 from qserve.eval import fidelity, quality, throughput
 from qserve.eval.throughput import Pair, Plan, Prompts
 from qserve.prep.checkpoint import Prepared
 from qserve.recipe import BASELINE, Bench, Recipe
 from qserve.runtimes import Runtime
-from qserve.serve import server, vllm
+from qserve.serve import server
+from qserve.serve.engine import Engine, Subject
 from qserve.workspace import Workspace
 
 Say = Callable[[str], None]
@@ -49,10 +51,20 @@ class Inputs:
     prepared: tuple[Prepared, ...]  # baseline first
     data: Path  # data/<digest>/
     machine: Machine
-    engine: Runtime
+    engines: tuple[Installed, ...]  # the first one serves the baseline
     reference: Runtime
     quick: bool
     say: Say
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One row of the report: a checkpoint under an engine. `name` is the variant's, and the engine's where another one
+    serves the baseline."""
+
+    name: str
+    prepared: Prepared
+    engine: Engine
 
 
 @dataclass(frozen=True)
@@ -61,21 +73,20 @@ class Context:
 
     inputs: Inputs
     run: Path
-    settings: vllm.Settings
+    arms: tuple["Arm", ...]  # the baseline's first
     windows: tuple[quality.Window, ...]
     parts: DataParts
     prompts: Prompts
-    references: Mapping[str, fidelity.Reference]
-    token_bytes: int | None  # of KV cache, a token
+    references: Mapping[str, fidelity.Reference]  # by variant
     together: bool  # bf16 and a variant fit side by side
 
     def plan(self, deadline: float) -> Plan:
         return Plan(self.inputs.recipe.bench, self.prompts, deadline)
 
 
-def part_path(run: Path, variant: str) -> Path:
-    """Where a variant's part lies."""
-    return run / f"part-{variant}.json"
+def part_path(run: Path, arm: str) -> Path:
+    """Where an arm's part lies."""
+    return run / f"part-{arm}.json"
 
 
 def measure(context: Context) -> Iterator[str]:
@@ -84,41 +95,44 @@ def measure(context: Context) -> Iterator[str]:
 
 
 @contextmanager
-def _served(context: Context, prepared: Prepared) -> Iterator[server.Server]:
-    """The live server of one checkpoint on a free port. If it dies inside the block, its own log says why."""
+def _served(context: Context, arm: Arm) -> Iterator[server.Server]:
+    """The live server of one arm on a free port. If it dies inside the block, its own log says why."""
     at = ("127.0.0.1", server.free_port("127.0.0.1", 0))
-    launch = vllm.launch_vllm(context.inputs.engine.python, prepared.folder, prepared.variant, context.settings, at)
-    log = context.run / f"server-{prepared.variant}.log"
-    context.inputs.say(f"{prepared.variant}: starting vLLM")
+    variant = context.inputs.recipe.variant(arm.prepared.variant)
+    launch = arm.engine.launch(Subject(arm.name, arm.prepared.folder, variant), at)
+    log = context.run / f"server-{arm.name}.log"
+    context.inputs.say(f"{arm.name}: starting {arm.engine.name}")
     with server.running(launch, log, context.inputs.say) as live:
-        context.inputs.say(f"{prepared.variant}: ready after {live.startup_s:.0f} s")
+        context.inputs.say(f"{arm.name}: ready after {live.startup_s:.0f} s")
         try:
             yield live
         except QserveError as error:
             if live.alive():
                 raise
-            raise ServerError(f"vLLM died while it served: {server.first_error(log)}; log: {log}") from error
+            raise ServerError(
+                f"{arm.engine.name} died while it served: {server.first_error(log)}; log: {log}"
+            ) from error
 
 
 def _together(context: Context) -> Iterator[str]:
     """Both servers up: bf16 all the time, each variant in its turn."""
-    baseline, *variants = context.inputs.prepared
-    todo = [p for p in variants if not part_path(context.run, p.variant).exists()]
+    baseline, *others = context.arms
+    todo = [arm for arm in others if not part_path(context.run, arm.name).exists()]
     if not todo and part_path(context.run, BASELINE).exists():
         return
     with _served(context, baseline) as base:
         base_scored, result = _judge_baseline(context, baseline, base)
         peak = base.memory_bytes() or 0
-        for prepared in todo:
-            yield f"--- {prepared.variant}: {prepared.manifest.label}"
-            part = _unserved(context, prepared) or _measure_beside(context, prepared, base, base_scored)
+        for arm in todo:
+            yield f"--- {arm.name}: {arm.prepared.manifest.label}"
+            part = _unserved(context, arm) or _measure_beside(context, arm, base, base_scored)
             peak = max([peak, *(p.baseline.memory_bytes or 0 for p in part.blocks())])
-            part.write(part_path(context.run, prepared.variant))
+            part.write(part_path(context.run, arm.name))
         Part(result=_with_peak(result, peak)).write(part_path(context.run, BASELINE))
 
 
 def _judge_baseline(
-    context: Context, baseline: Prepared, base: server.Server
+    context: Context, baseline: Arm, base: server.Server
 ) -> tuple[tuple[quality.Scored, ...], VariantResult]:
     """As `_judge`, and saved. Raises ServerError if bf16 itself is not served faithfully: nothing can be held to it."""
     scored, result = _judge(context, baseline, base, None)
@@ -128,25 +142,24 @@ def _judge_baseline(
     return scored, result
 
 
-def _unserved(context: Context, prepared: Prepared) -> Part | None:
-    """The part of a variant that is not served: no kernel on this machine, or no reference to hold it against."""
-    if prepared.variant not in context.references:
-        error = f"transformers cannot run the checkpoint: {context.run}/reference-{prepared.variant}.log says why"
-        return Part(result=_failed(context, prepared, error))
-    reason = vllm.unservable(context.inputs.recipe.variant(prepared.variant), context.inputs.machine)
+def _unserved(context: Context, arm: Arm) -> Part | None:
+    """The part of an arm that is not served: no kernel on this machine, or no reference to hold it against."""
+    variant = arm.prepared.variant
+    if variant not in context.references:
+        error = f"transformers cannot run the checkpoint: {context.run}/reference-{variant}.log says why"
+        return Part(result=_failed(context, arm, error))
+    reason = arm.engine.unservable(context.inputs.recipe.variant(variant))
     if reason is None:
         return None
-    context.inputs.say(f"{prepared.variant}: not served: {reason}")
-    return Part(result=_failed(context, prepared, reason).model_copy(update={"status": "not servable"}))
+    context.inputs.say(f"{arm.name}: not served: {reason}")
+    return Part(result=_failed(context, arm, reason).model_copy(update={"status": "not servable"}))
 
 
-def _measure_beside(
-    context: Context, prepared: Prepared, base: server.Server, base_scored: tuple[quality.Scored, ...]
-) -> Part:
+def _measure_beside(context: Context, arm: Arm, base: server.Server, base_scored: tuple[quality.Scored, ...]) -> Part:
     """One variant beside the running bf16. If bf16 is what failed, that is raised."""
     try:
-        with _served(context, prepared) as live:
-            _, result = _judge(context, prepared, live, base_scored)
+        with _served(context, arm) as live:
+            _, result = _judge(context, arm, live, base_scored)
             if result.status != "measured":
                 return Part(result=result)
             pairs = _alternate(context, live, base)
@@ -154,27 +167,27 @@ def _measure_beside(
     except QserveError as error:
         if not base.alive():
             raise
-        return _failed_part(context, prepared, error)
+        return _failed_part(context, arm, error)
 
 
-def _failed_part(context: Context, prepared: Prepared, error: QserveError) -> Part:
-    context.inputs.say(f"{prepared.variant}: failed: {error}")
-    return Part(result=_failed(context, prepared, str(error)))
+def _failed_part(context: Context, arm: Arm, error: QserveError) -> Part:
+    context.inputs.say(f"{arm.name}: failed: {error}")
+    return Part(result=_failed(context, arm, str(error)))
 
 
 def _judge(
-    context: Context, prepared: Prepared, live: server.Server, base_scored: tuple[quality.Scored, ...] | None
+    context: Context, arm: Arm, live: server.Server, base_scored: tuple[quality.Scored, ...] | None
 ) -> tuple[tuple[quality.Scored, ...], VariantResult]:
     """What is served, how good it is, and whether it is what the checkpoint says."""
-    facts = vllm.facts(live, live.log.name)
-    if prepared.variant != BASELINE and facts.quantization is None:
+    facts = arm.engine.facts(live, live.log.name)
+    if arm.prepared.variant != BASELINE and facts.quantization is None:
         raise ServerError(
-            f"vLLM serves {prepared.variant} unquantized: it read no quantization_config; log: {live.log}"
+            f"{arm.engine.name} serves {arm.name} unquantized: it read no quantization in it; log: {live.log}"
         )
-    recipe = context.inputs.recipe
-    context.inputs.say(f"{prepared.variant}: scoring {len(context.windows)} windows of {recipe.quality.tokens} tokens")
+    recipe, manifest = context.inputs.recipe, arm.prepared.manifest
+    context.inputs.say(f"{arm.name}: scoring {len(context.windows)} windows of {recipe.quality.tokens} tokens")
     scored = quality.score(live, context.windows, recipe.quality.top_k)
-    gate = fidelity.check(scored, context.references[prepared.variant], context.references[BASELINE])
+    gate = fidelity.check(scored, context.references[arm.prepared.variant], context.references[BASELINE])
     data, bos = context.parts.quality, context.parts.bos_token_id
     text = quality.describe_text(data, recipe.quality.tokens, recipe.quality.top_k, bos)
     problem = None
@@ -185,18 +198,18 @@ def _judge(
             f"{gate.served_perplexity:.3f} instead of {gate.reference_perplexity:.3f}"
         )
     result = VariantResult(
-        name=prepared.variant, label=prepared.manifest.label, status="measured" if gate.faithful else "not faithful",
-        problem=problem, **_made(context, prepared), server=facts, fidelity=gate,
-        memory=vllm.memory(live, prepared.manifest.weights.total_bytes, live.memory_bytes(), context.token_bytes),
+        name=arm.name, label=manifest.label, status="measured" if gate.faithful else "not faithful",
+        problem=problem, **_made(context, arm), server=facts, fidelity=gate,
+        memory=arm.engine.memory(live, manifest.weights.total_bytes, live.memory_bytes()),
         quality=quality.compare_quality(scored, base_scored, text),
     )  # fmt: skip
     gap = f"{gate.error:.4f} nats from the checkpoint in transformers (limit {gate.limit:.4f})"
-    context.inputs.say(f"{prepared.variant}: perplexity {gate.served_perplexity:.3f}, {gap}")
+    context.inputs.say(f"{arm.name}: perplexity {gate.served_perplexity:.3f}, {gap}")
     return scored, result
 
 
-def _made(context: Context, prepared: Prepared) -> dict[str, object]:
-    manifest, reference = prepared.manifest, context.references.get(prepared.variant)
+def _made(context: Context, arm: Arm) -> dict[str, object]:
+    manifest, reference = arm.prepared.manifest, context.references.get(arm.prepared.variant)
     return {
         "bits_per_parameter": manifest.weights.bits_per_parameter, "layers": manifest.layers,
         "layers_fallback": len(manifest.layers_fallback), "prep_s": manifest.wall_s,
@@ -204,12 +217,12 @@ def _made(context: Context, prepared: Prepared) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _failed(context: Context, prepared: Prepared, why: str) -> VariantResult:
-    size = prepared.manifest.weights.total_bytes
+def _failed(context: Context, arm: Arm, why: str) -> VariantResult:
+    size = arm.prepared.manifest.weights.total_bytes
     unknown = Memory(disk_bytes=size, loaded_bytes=None, kv_capacity_tokens=None, kv_bytes=None, peak_bytes=None)
     return VariantResult(
-        name=prepared.variant, label=prepared.manifest.label, status="failed", problem=why, memory=unknown,
-        **_made(context, prepared),
+        name=arm.name, label=arm.prepared.manifest.label, status="failed", problem=why, memory=unknown,
+        **_made(context, arm),
     )  # fmt: skip
 
 
@@ -254,17 +267,17 @@ def _rounds(context: Context) -> Iterator[str]:
 
     The time is bounded by pairs x block_s a level, for each of the two.
     """
-    baseline, *variants = context.inputs.prepared
-    for prepared in (p for p in variants if not part_path(context.run, p.variant).exists()):
-        yield f"--- {prepared.variant}: {prepared.manifest.label} (in rounds: both do not fit at once)"
-        part = _unserved(context, prepared) or _one_after_the_other(context, prepared, baseline)
-        part.write(part_path(context.run, prepared.variant))
+    baseline, *others = context.arms
+    for arm in (arm for arm in others if not part_path(context.run, arm.name).exists()):
+        yield f"--- {arm.name}: {arm.prepared.manifest.label} (in rounds: both do not fit at once)"
+        part = _unserved(context, arm) or _one_after_the_other(context, arm, baseline)
+        part.write(part_path(context.run, arm.name))
     if not part_path(context.run, BASELINE).exists():
         with _served(context, baseline) as base:
             _judge_baseline(context, baseline, base)
 
 
-def _one_after_the_other(context: Context, prepared: Prepared, baseline: Prepared) -> Part:
+def _one_after_the_other(context: Context, arm: Arm, baseline: Arm) -> Part:
     plan = context.plan(float("inf"))
     levels = [(c, i) for c in plan.bench.concurrency for i in range(plan.bench.pairs)]
     halves = [[(c, plan.requests(c)) for c, i in levels if i % 2 == half] for half in (0, 1)]
@@ -278,14 +291,14 @@ def _one_after_the_other(context: Context, prepared: Prepared, baseline: Prepare
         base_scored, _ = _judge_baseline(context, baseline, base)
         first = blocks(base, 0)
     try:
-        with _served(context, prepared) as live:
-            _, result = _judge(context, prepared, live, base_scored)
+        with _served(context, arm) as live:
+            _, result = _judge(context, arm, live, base_scored)
             if result.status != "measured":
                 return Part(result=result)
             own = blocks(live, 0) + blocks(live, 1)
             memory_now = live.memory_bytes()
     except QserveError as error:
-        return _failed_part(context, prepared, error)
+        return _failed_part(context, arm, error)
     with _served(context, baseline) as base:
         theirs = first + blocks(base, 1)
     order = [c for c, _ in halves[0] + halves[1]]

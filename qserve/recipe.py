@@ -185,10 +185,13 @@ def _on_off(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
+EngineName = Literal["vllm"]
+
+
 class Serving(Frozen):
     """How every variant is served. All variants share it: only the checkpoint differs."""
 
-    engine: Literal["vllm"] = "vllm"
+    engine: EngineName = "vllm"
     max_model_len: int | None = Field(None, ge=16)  # None: the model's own context
     prefix_caching: bool = True
     tensor_parallel: int = Field(1, ge=1)

@@ -19,13 +19,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import httpx
 import psutil
 
+from qserve.artifacts import Counters, Scoring
 from qserve.errors import ServerError, UsageError
 from qserve.jobs import die_with_parent, group_members, kill_group
 
@@ -46,6 +47,8 @@ class Launch:
     model: str  # the id that /v1/models must show
     timeout_s: float = 1800  # to become ready
     silence_s: float = 600  # without log output or CPU time, it hangs
+    counters: Mapping[str, str] = field(default_factory=dict)  # field of Counters -> what /metrics calls it
+    scoring: Scoring | None = None
 
     @property
     def url(self) -> str:
@@ -72,6 +75,10 @@ class Server:
     def model(self) -> str:
         return self.launch.model
 
+    @property
+    def scoring(self) -> Scoring | None:
+        return self.launch.scoring
+
     def log_text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
@@ -89,6 +96,11 @@ class Server:
             return _device_bytes(set(group_members(self.pid)))
         sizes = _each(self.pid, lambda p: int(p.memory_full_info().pss) if sys.platform == "linux" else None)
         return sum(s for s in sizes if s is not None) or None
+
+    def counters(self) -> Counters:
+        """What the server counts of its own, in the same words for every engine."""
+        found = self.metrics() if self.launch.counters else {}
+        return Counters(**{ours: found.get(theirs) for ours, theirs in self.launch.counters.items()})
 
     def metrics(self) -> dict[str, float]:
         """The counters and gauges of /metrics, summed over labels; empty if the server has none."""

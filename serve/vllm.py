@@ -7,21 +7,25 @@ Settings that were measured against plain defaults are in docs/measurements.md. 
 On CUDA vLLM's defaults are good; only the memory share is set, so that two servers fit side by side.
 """
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import assert_never
+from typing import Literal, assert_never
 
 from qserve.artifacts import Machine, Memory, ServerFacts
 from qserve.errors import PreflightError
 from qserve.machine import core_ids
 from qserve.recipe import Awq, Bf16, Fp8, Gptq, Serving, Variant
+from qserve.serve.engine import Room, Setting, Subject
+from qserve.serve.kv_cache import GIB, context_length, kv_bytes_per_token
 from qserve.serve.server import Launch, Server
 
-GIB = 2**30
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# what its counters are called in /metrics
+COUNTERS = {
+    "running": "vllm:num_requests_running", "waiting": "vllm:num_requests_waiting",
+    "prefix_queries": "vllm:prefix_cache_queries_total", "prefix_hits": "vllm:prefix_cache_hits_total",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,40 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Room:
-    """What may be used: how many servers stand side by side, and the memory that is free now."""
+class Vllm:
+    """The engine. `python` has vLLM in it; `runtime` is the digest of that environment."""
 
-    servers: int
-    free_bytes: int
-    weight_bytes: int  # of the largest checkpoint, on disk
+    python: Path
+    runtime: str
+    machine: Machine
+    settings: Settings
+    token_bytes: int | None  # of KV cache, a token
+
+    @property
+    def name(self) -> Literal["vllm"]:
+        return "vllm"
+
+    @property
+    def identity(self) -> str:
+        return f"{self.runtime} {replace(self.settings, kv_cache_bytes=None)}"
+
+    def unservable(self, variant: Variant) -> str | None:
+        return unservable(variant, self.machine)
+
+    def launch(self, subject: Subject, at: tuple[str, int]) -> Launch:
+        return launch_vllm(self.python, subject.folder, subject.name, self.settings, at)
+
+    def facts(self, server: Server, log_name: str) -> ServerFacts:
+        return facts(server, log_name)
+
+    def memory(self, server: Server, disk_bytes: int, peak_bytes: int | None) -> Memory:
+        return memory(server, disk_bytes, peak_bytes, self.token_bytes)
+
+
+def open_vllm(python: Path, runtime: str, setting: Setting) -> Vllm:
+    """The engine with its settings chosen. Raises PreflightError where there is no room for it."""
+    settings = choose_settings(setting.serving, setting.config, setting.machine, setting.room)
+    return Vllm(python, runtime, setting.machine, settings, kv_bytes_per_token(setting.config, settings.dtype))
 
 
 def choose_settings(serving: Serving, config: Mapping[str, object], machine: Machine, room: Room) -> Settings:
@@ -57,7 +89,7 @@ def choose_settings(serving: Serving, config: Mapping[str, object], machine: Mac
         PreflightError: the KV cache has no room for one request of `max_model_len` tokens.
     """
     dtype = _dtype(serving, machine)
-    length = serving.max_model_len or _int(config, "max_position_embeddings") or 4096
+    length = context_length(config, serving.max_model_len)
     cuda = machine.flavour == "cuda"
     one_request = (kv_bytes_per_token(config, dtype) or 0) * length
     return Settings(
@@ -82,21 +114,6 @@ def _dtype(serving: Serving, machine: Machine) -> str:
     return "bfloat16" if machine.flavour == "cuda" or multiplies_bf16 else "float32"
 
 
-def kv_bytes_per_token(config: Mapping[str, object], dtype: str) -> int | None:
-    """Bytes of keys and values that one token takes: 2 x layers x KV heads x head size x element size.
-
-    None for a config that does not say (sparse or latent attention, an unknown shape).
-    """
-    own = config.get("text_config")
-    config = own if isinstance(own, Mapping) else config
-    if config.get("kv_lora_rank") or not (_int(config, "num_hidden_layers") and _int(config, "num_attention_heads")):
-        return None
-    heads = _int(config, "num_attention_heads") or 1
-    kv_heads = _int(config, "num_key_value_heads") or heads
-    head = _int(config, "head_dim") or (_int(config, "hidden_size") or 0) // heads
-    return 2 * (_int(config, "num_hidden_layers") or 0) * kv_heads * head * DTYPE_BYTES[dtype]
-
-
 def _kv_cache_bytes(serving: Serving, one_request: int, room: Room) -> int:
     """Whole GiB, which is what vLLM's CPU backend takes."""
     if serving.kv_cache_gib is not None:
@@ -113,11 +130,6 @@ def _kv_cache_bytes(serving: Serving, one_request: int, room: Room) -> int:
             f"reserved, and {chosen / GIB:.2f} GiB is available; {remedy}"
         )
     return chosen
-
-
-def _int(config: Mapping[str, object], key: str) -> int | None:
-    value = config.get(key)
-    return value if isinstance(value, int) else None
 
 
 def launch_vllm(python: Path, checkpoint: Path, name: str, settings: Settings, at: tuple[str, int]) -> Launch:
@@ -138,7 +150,10 @@ def launch_vllm(python: Path, checkpoint: Path, name: str, settings: Settings, a
         argv.append("--enforce-eager")
     if settings.memory_share is not None:
         argv += ["--gpu-memory-utilization", str(settings.memory_share)]
-    return Launch("vllm", (*argv, *settings.extra_args), _env(settings), host, port, name, settings.start_timeout_s)
+    return Launch(
+        "vllm", (*argv, *settings.extra_args), _env(settings), host, port, name, settings.start_timeout_s,
+        counters=COUNTERS, scoring="prompt_logprobs",
+    )  # fmt: skip
 
 
 def _env(settings: Settings) -> dict[str, str]:
@@ -149,12 +164,6 @@ def _env(settings: Settings) -> dict[str, str]:
     if settings.kv_cache_bytes is not None:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_bytes // GIB)
     return env
-
-
-def read_config(folder: Path) -> dict[str, object]:
-    """The checkpoint's config.json."""
-    config: dict[str, object] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return config
 
 
 def unservable(variant: Variant, machine: Machine) -> str | None:
@@ -171,19 +180,6 @@ def unservable(variant: Variant, machine: Machine) -> str | None:
         case Bf16() | Awq() | Gptq() | Fp8():
             return None
     assert_never(variant)
-
-
-def curl_line(server: Server, folder: Path) -> str:
-    """A request to paste: a chat where the checkpoint has a chat template, else a completion."""
-    template = (folder / "chat_template.jinja").exists()
-    tokenizer = folder / "tokenizer_config.json"
-    ask: dict[str, object]
-    if template or (tokenizer.exists() and "chat_template" in tokenizer.read_text(encoding="utf-8")):
-        route, ask = "chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
-    else:
-        route, ask = "completions", {"prompt": "The capital of France is"}
-    body = json.dumps({"model": server.model, **ask, "max_tokens": 64})
-    return f"curl {server.url}/v1/{route} -H 'Content-Type: application/json' -d '{body}'"
 
 
 # --- what the log says ----------

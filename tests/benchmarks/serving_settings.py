@@ -20,6 +20,8 @@ from qserve.machine import look
 from qserve.recipe import Bench, Serving
 from qserve.runtimes import ensure_runtime
 from qserve.serve import server, vllm
+from qserve.serve.engine import Room
+from qserve.serve.kv_cache import read_config
 
 
 def arguments() -> argparse.Namespace:
@@ -53,8 +55,8 @@ def launches(args: argparse.Namespace) -> tuple[server.Launch, server.Launch]:
     if not args.ours:
         return plain, launch("changed", args.b_arg, dict(pair.split("=", 1) for pair in args.b_env))
     serving = Serving(max_model_len=args.max_model_len, compile=args.compile)
-    room = vllm.Room(2, psutil.virtual_memory().available, sum(p.stat().st_size for p in args.checkpoint.iterdir()))
-    settings = vllm.choose_settings(serving, vllm.read_config(args.checkpoint), machine, room)
+    room = Room(2, psutil.virtual_memory().available, sum(p.stat().st_size for p in args.checkpoint.iterdir()))
+    settings = vllm.choose_settings(serving, read_config(args.checkpoint), machine, room)
     at = ("127.0.0.1", server.free_port("127.0.0.1", 0))
     return plain, vllm.launch_vllm(python, args.checkpoint, "ours", settings, at)
 

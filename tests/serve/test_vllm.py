@@ -8,6 +8,8 @@ from qserve.artifacts import Machine
 from qserve.errors import PreflightError
 from qserve.recipe import Awq, Bf16, Fp8, Gptq, Serving
 from qserve.serve import vllm
+from qserve.serve.engine import Room
+from qserve.serve.kv_cache import kv_bytes_per_token
 
 GIB = 2**30
 SMOLLM2 = {
@@ -22,16 +24,16 @@ H100 = Machine(
 )  # fmt: skip
 
 
-def room(servers: int = 1, free: int = 20 * GIB) -> vllm.Room:
-    return vllm.Room(servers, free, 269_000_000)
+def room(servers: int = 1, free: int = 20 * GIB) -> Room:
+    return Room(servers, free, 269_000_000)
 
 
 def test_kv_bytes_per_token() -> None:
-    assert vllm.kv_bytes_per_token(SMOLLM2, "bfloat16") == 23_040
-    assert vllm.kv_bytes_per_token(SMOLLM2, "float32") == 46_080
-    assert vllm.kv_bytes_per_token({"text_config": SMOLLM2}, "bfloat16") == 23_040
-    assert vllm.kv_bytes_per_token({**SMOLLM2, "kv_lora_rank": 512}, "bfloat16") is None
-    assert vllm.kv_bytes_per_token({}, "bfloat16") is None
+    assert kv_bytes_per_token(SMOLLM2, "bfloat16") == 23_040
+    assert kv_bytes_per_token(SMOLLM2, "float32") == 46_080
+    assert kv_bytes_per_token({"text_config": SMOLLM2}, "bfloat16") == 23_040
+    assert kv_bytes_per_token({**SMOLLM2, "kv_lora_rank": 512}, "bfloat16") is None
+    assert kv_bytes_per_token({}, "bfloat16") is None
 
 
 @pytest.mark.parametrize(("machine", "dtype"), [(ZEN3, "float32"), (ZEN4, "bfloat16"), (H100, "bfloat16")])
