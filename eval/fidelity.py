@@ -10,16 +10,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qserve.artifacts import Estimate, Fidelity
+from qserve.artifacts import Artifact, Estimate, Fidelity
 from qserve.eval.quality import Scored, perplexity
-from qserve.values import Frozen
 
 LIMIT_OVER_FLOOR = 3.0  # kernels sum in another order than transformers: allow thrice what rounding alone does
 SMALLEST_LIMIT = 0.01  # nats; for a floor that is measured as almost nothing
 LARGEST_SHIFT = 0.02  # nats; of the mean, which is the log of the perplexities' ratio: rounding does not shift it
 
 
-class Reference(Frozen):
+class Reference(Artifact):
     """Log-probabilities of the windows' tokens in transformers, one list a window, in nats; in bfloat16 of the first
     windows alone."""
 

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from qserve.artifacts import Report
-from qserve.errors import UsageError
+from qserve.errors import DamagedFile, UsageError
 from qserve.eval import notes, table
 from qserve.eval.findings import findings
 from qserve.eval.report_html import SMOKE, model_name, to_html
@@ -24,16 +22,12 @@ def read_report(run: Path) -> Report:
     Raises:
         UsageError: no measurements.json there, or one that this version cannot read.
     """
-    path = run / "measurements.json"
     try:
-        return Report.read(path)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UsageError(f"{path}: cannot read it: {reason}; give the folder of a finished `qserve bench`") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{path}: {where or 'file'}: {first['msg']}; run `qserve bench` again") from error
+        return Report.read(run / "measurements.json")
+    except DamagedFile as error:
+        raise UsageError(
+            f"{error.path}: {error.problem}; give the folder of a finished run, or run `qserve bench` again"
+        ) from error
 
 
 def write_report(report: Report, folder: Path) -> None:

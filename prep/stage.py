@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from qserve.artifacts import MANIFEST_NAME, Manifest
-from qserve.errors import QserveError, UsageError, WorkerError
+from qserve.errors import DamagedFile, QserveError, UsageError, WorkerError
 from qserve.machine import look as look_at_machine
 from qserve.prep.checkpoint import Prepared, baseline_digest, build_baseline, build_variant, variant_digest
 from qserve.prep.context import Context
@@ -138,7 +136,7 @@ def _naming(folder: Path) -> Iterator[None]:
     """A manifest that cannot be read is a damaged checkpoint."""
     try:
         yield
-    except (ValidationError, OSError) as error:
+    except DamagedFile as error:
         raise UsageError(_damaged(folder, folder / MANIFEST_NAME, "cannot be read")) from error
 
 

@@ -7,6 +7,9 @@ Everything is a frozen value that round-trips through JSON. Units are in the nam
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from pydantic import ValidationError
+
+from qserve.errors import DamagedFile
 from qserve.values import Frozen
 
 MANIFEST_NAME = "qserve.json"
@@ -18,7 +21,15 @@ class Artifact(Frozen):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        return cls.model_validate_json(path.read_bytes())
+        """Raises DamagedFile: it cannot be read, or holds something else; says what is wrong with it."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise DamagedFile(path, error.strerror or str(error)) from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise DamagedFile(path, f"{where}: {first['msg']}" if where else first["msg"]) from error
 
     def write(self, path: Path) -> None:
         """Write under a temporary name, then rename: the file is complete or absent."""

@@ -174,7 +174,7 @@ def _reference(
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps({"float32": result["float32"], "bfloat16": result["bfloat16"]}))
         partial.replace(path)
-    return fidelity.Reference.model_validate_json(path.read_bytes())
+    return fidelity.Reference.read(path)
 
 
 # --- writing it down ----------

@@ -2,6 +2,7 @@
 
     QserveError                 exit code 1
       UsageError                2   bad input: a recipe, a flag, a path; raised before any long work
+        DamagedFile             2   a file of the workspace that cannot be read
       PreflightError            3   the variant cannot work for this model or machine (shapes, disk, memory)
       RuntimeBuildError         4   an environment could not be built
       WorkerError               5   a worker process failed, hung or was killed
@@ -12,6 +13,8 @@ Every message is one sentence with a next step. The command line catches QserveE
 an interrupted run exits with 130.
 """
 
+from pathlib import Path
+
 
 class QserveError(Exception):
     """Expected failure. `str(error)` is the sentence that the user sees."""
@@ -21,6 +24,14 @@ class QserveError(Exception):
 
 class UsageError(QserveError):
     exit_code = 2
+
+
+class DamagedFile(UsageError):
+    """A file that qserve wrote and cannot read any more."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"{path} cannot be read: {problem}; remove it, and the same command makes it again")
+        self.path, self.problem = path, problem
 
 
 class PreflightError(QserveError):

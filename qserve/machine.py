@@ -13,6 +13,7 @@ import psutil
 from qserve.artifacts import Machine
 from qserve.errors import UsageError
 
+CGROUP = Path("/sys/fs/cgroup")  # as a container sees its own
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "asimd", "i8mm", "bf16")
 
 
@@ -38,13 +39,20 @@ def look() -> Machine:
 
 
 def core_ids() -> tuple[int, ...]:
-    """One logical CPU of each physical core that this process may run on, ascending."""
+    """One logical CPU of each physical core that this process may run on, ascending; no more of them than a container's
+    quota of CPU time keeps busy, since a thread without time of its own makes the others wait."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     first_of: dict[str, int] = {}
     for cpu in allowed:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         first_of.setdefault(siblings.read_text() if siblings.exists() else str(cpu), cpu)
-    return tuple(sorted(first_of.values()))
+    return tuple(sorted(first_of.values()))[: _quota(CGROUP / "cpu.max")]
+
+
+def _quota(limit: Path) -> int | None:
+    """Whole CPUs that the cgroup's quota comes to, at least 1; None where there is none."""
+    words = limit.read_text().split() if limit.exists() else []
+    return max(int(words[0]) // int(words[1]), 1) if len(words) == 2 and words[0].isdigit() else None
 
 
 def _cpu() -> tuple[str, frozenset[str]]:
@@ -60,7 +68,7 @@ def _cpu() -> tuple[str, frozenset[str]]:
 def _memory() -> int:
     """Physical memory, or the cgroup's limit where that is lower."""
     total = psutil.virtual_memory().total
-    limit = Path("/sys/fs/cgroup/memory.max")
+    limit = CGROUP / "memory.max"
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
         return min(total, int(text))
     return total
@@ -69,7 +77,7 @@ def _memory() -> int:
 def available_bytes() -> int:
     """Memory that can be had now: what the system has available, or what the cgroup's limit leaves."""
     available: int = psutil.virtual_memory().available
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
     if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
         return min(available, max(int(text) - int(used.read_text()), 0))
     return available
