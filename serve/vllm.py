@@ -3,6 +3,8 @@
 Settings that were measured against plain defaults are in docs/measurements.md. On a CPU:
     threads      every physical core computes; vLLM's own `auto` keeps one for the API server, half of a 2-core machine
     dtype        float32 where the CPU multiplies no bfloat16 (x86 without AVX-512): there it has a slow kernel only
+    int4         with bfloat16 activations, as W4A16 says: with AMX vLLM's own default rounds them to int8 (W4A8), which the
+                 gate rightly calls not faithful
     KV cache     a share of the free memory, and at least one request of full length
 On CUDA vLLM's defaults are good; only the memory share is set, so that two servers fit side by side.
 """
@@ -160,6 +162,7 @@ def _env(settings: Settings) -> dict[str, str]:
     """Local files only, no usage reports; on a CPU the cores and the KV cache."""
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
     if settings.threads:
+        env["VLLM_CPU_INT4_W4A8"] = "0"  # with AMX it would round the activations of a W4A16 checkpoint to int8
         env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in settings.threads)
     if settings.kv_cache_bytes is not None:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_bytes // GIB)

@@ -75,6 +75,7 @@ def test_the_cpu_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--gpu-memory-utilization" not in text
     assert launch.env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
     assert launch.env["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert launch.env["VLLM_CPU_INT4_W4A8"] == "0"
     assert launch.env["HF_HUB_OFFLINE"] == "1"
     assert launch.timeout_s == 77
 
