@@ -35,17 +35,18 @@ class Reference(Artifact):
 
 
 def check(served: Sequence[Scored], own: Reference, baseline: Reference) -> Fidelity:
-    """Compare what is served with the offline checkpoint; windows that the reference lacks are left out."""
+    """Compare what is served with the offline checkpoint; windows that only one of the two has are left out."""
     windows = [s.logprobs for s in served[: len(own.float32)]]
-    error = _mean_gap(windows, own.float32)
+    expected = own.float32[: len(windows)]
+    error = _mean_gap(windows, expected)
     floor = max(own.floor(), baseline.floor())
     limit = max(LIMIT_OVER_FLOOR * floor, SMALLEST_LIMIT)
-    gaps = _flat(windows) - _flat(own.float32)
+    gaps = _flat(windows) - _flat(expected)
     chance = 4 * float(np.std(gaps)) / np.sqrt(len(gaps))  # what few tokens shift the mean by, four standard errors
     shifted = abs(float(np.mean(gaps))) > max(LARGEST_SHIFT, chance)
     return Fidelity(
         faithful=error <= limit and not shifted, error=error, floor=floor, limit=limit, tokens=len(gaps),
-        reference_perplexity=own.perplexity().value, served_perplexity=perplexity(windows).value,
+        reference_perplexity=perplexity(expected).value, served_perplexity=perplexity(windows).value,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ judged is the kernel and the checkpoint together. Windows are the unit of all st
 are not independent of each other.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,14 +33,23 @@ class Scored:
     top: tuple[dict[int, float], ...]
 
 
-def score(endpoint: Endpoint, windows: Sequence[Window], top_k: int) -> tuple[Scored, ...]:
-    """Score each window on the live server.
+LEAST_WINDOWS = 2  # fewer have no standard error
+
+
+def score(endpoint: Endpoint, windows: Sequence[Window], top_k: int, budget_s: float) -> tuple[Scored, ...]:
+    """Score each window on the live server; after `budget_s`, and two windows at least, the rest is left.
 
     Raises:
         ServerError: the server cannot score prompts, or answers with something else.
     """
+    scored: list[Scored] = []
+    started = time.monotonic()
     with httpx.Client(timeout=1800, trust_env=False) as client:  # our own server: never through a proxy
-        return tuple(_score_one(client, endpoint, window, top_k) for window in windows)
+        for window in windows:
+            scored.append(_score_one(client, endpoint, window, top_k))
+            if len(scored) >= LEAST_WINDOWS and time.monotonic() - started > budget_s:
+                break
+    return tuple(scored)
 
 
 def _score_one(client: httpx.Client, endpoint: Endpoint, window: Window, top_k: int) -> Scored:
@@ -87,12 +97,13 @@ def perplexity(windows: Sequence[Sequence[float] | np.ndarray]) -> Estimate:
 
 def compare_quality(variant: Sequence[Scored], baseline: Sequence[Scored] | None, made_of: dict[str, Any]) -> Quality:
     """Quality of a variant, paired window by window with bf16's; without a baseline only the perplexity is known.
+    Windows that one of the two did not score are left out of what is paired.
 
     `made_of`: the fields of Quality that describe the text (context_tokens, top_k, bos, data).
     """
     ratio = kl = top1 = None
     if baseline is not None:
-        pairs = list(zip(variant, baseline, strict=True))
+        pairs = list(zip(variant, baseline, strict=False))
         log_ratio = mean_of_windows([float(b.logprobs.mean() - v.logprobs.mean()) for v, b in pairs])
         value = float(np.exp(log_ratio.value))
         ratio = Estimate(value=value, se=None if log_ratio.se is None else value * log_ratio.se)

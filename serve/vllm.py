@@ -3,8 +3,8 @@
 Settings that were measured against plain defaults are in docs/measurements.md. On a CPU:
     threads      every physical core computes; vLLM's own `auto` keeps one for the API server, half of a 2-core machine
     dtype        float32 where the CPU multiplies no bfloat16 (x86 without AVX-512): there it has a slow kernel only
-    int4         with bfloat16 activations, as W4A16 says: with AMX vLLM's own default rounds them to int8 (W4A8), which the
-                 gate rightly calls not faithful
+    int4         with bfloat16 activations, as W4A16 says: with AMX vLLM's own default rounds them to int8 (W4A8), which
+                 the gate rightly calls not faithful
     KV cache     a share of the free memory, and at least one request of full length
 On CUDA vLLM's defaults are good; only the memory share is set, so that two servers fit side by side.
 """

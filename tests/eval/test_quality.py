@@ -1,6 +1,11 @@
 """Quality, fidelity and ratios on numbers that can be checked by hand."""
 
+import json
 import math
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +13,7 @@ import pytest
 from qserve.artifacts import DataRecord
 from qserve.eval import fidelity
 from qserve.eval.compare import T_95, ratio
-from qserve.eval.quality import Scored, compare_quality, describe_text, kl_divergence, perplexity
+from qserve.eval.quality import Scored, compare_quality, describe_text, kl_divergence, perplexity, score
 from qserve.eval.throughput import Prompts
 
 
@@ -83,6 +88,37 @@ def test_a_shifted_perplexity_is_stopped_even_if_rounding_is_rough() -> None:
 def test_a_window_that_was_not_scored_offline_does_not_count() -> None:
     reference = fidelity.Reference(float32=((-1.0,),), bfloat16=((-1.0,),))
     assert fidelity.check([scored({1: -1.0}), scored({1: -9.0})], reference, reference).tokens == 1
+
+
+def test_a_window_that_was_not_served_does_not_count() -> None:
+    reference = fidelity.Reference(float32=((-1.0,), (-9.0,)), bfloat16=((-1.0,),))
+    gate = fidelity.check([scored({1: -1.0})], reference, reference)
+    assert (gate.faithful, gate.tokens) == (True, 1)
+    assert gate.reference_perplexity == gate.served_perplexity == pytest.approx(math.e)
+
+
+class Slow(BaseHTTPRequestHandler):
+    """Takes 0.3 s for a window, and scores every token with the same probability."""
+
+    def do_POST(self) -> None:
+        tokens = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+        time.sleep(0.3)
+        positions = [None, *({str(token): {"logprob": -1.0}} for token in tokens[1:])]
+        body = json.dumps({"choices": [{"prompt_logprobs": positions}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.mark.parametrize(("budget_s", "windows"), [(0.0, 2), (60.0, 4)])
+def test_a_slow_server_scores_two_windows_at_least(budget_s: float, windows: int) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        at = SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}", model="m", scoring="prompt_logprobs")
+        found = score(at, [(1, 2, 3)] * 4, 1, budget_s)  # type: ignore[arg-type]
+        server.shutdown()
+    assert [list(one.logprobs) for one in found] == [[-1.0, -1.0]] * windows
 
 
 def test_the_floor_is_of_the_windows_that_bfloat16_saw() -> None:
