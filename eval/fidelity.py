@@ -35,9 +35,9 @@ class Reference(Artifact):
 
 
 def check(served: Sequence[Scored], own: Reference, baseline: Reference) -> Fidelity:
-    """Compare what is served with the offline checkpoint; windows that only one of the two has are left out."""
+    """Compare what is served with the offline checkpoint, on the positions that both have."""
     windows = [s.logprobs for s in served[: len(own.float32)]]
-    expected = own.float32[: len(windows)]
+    expected = [whole[: len(window)] for whole, window in zip(own.float32, windows, strict=False)]
     error = _mean_gap(windows, expected)
     floor = max(own.floor(), baseline.floor())
     limit = max(LIMIT_OVER_FLOOR * floor, SMALLEST_LIMIT)

@@ -33,23 +33,31 @@ class Scored:
     top: tuple[dict[int, float], ...]
 
 
-LEAST_WINDOWS = 2  # fewer have no standard error
+PROBE_TOKENS = 16
 
 
 def score(endpoint: Endpoint, windows: Sequence[Window], top_k: int, budget_s: float) -> tuple[Scored, ...]:
-    """Score each window on the live server; after `budget_s`, and two windows at least, the rest is left.
+    """Score each window on the live server; of a server that is too slow for that, the beginnings of the windows alone.
+
+    A token's probability depends on what stands before it and on nothing else, so a beginning scores as it does in the
+    whole window. 16 tokens at least are scored of each.
 
     Raises:
         ServerError: the server cannot score prompts, or answers with something else.
     """
-    scored: list[Scored] = []
-    started = time.monotonic()
     with httpx.Client(timeout=1800, trust_env=False) as client:  # our own server: never through a proxy
-        for window in windows:
-            scored.append(_score_one(client, endpoint, window, top_k))
-            if len(scored) >= LEAST_WINDOWS and time.monotonic() - started > budget_s:
-                break
-    return tuple(scored)
+        length = _affordable(client, endpoint, windows, budget_s)
+        return tuple(_score_one(client, endpoint, window[:length], top_k) for window in windows)
+
+
+def _affordable(client: httpx.Client, endpoint: Endpoint, windows: Sequence[Window], budget_s: float) -> int:
+    """Tokens of each window that can be scored in the budget, judged by a short prompt (the second: shapes are compiled
+    and buffers touched by the first). Overhead counts as if it grew with length, so what this allows fits easily."""
+    for _ in range(2):
+        started = time.monotonic()
+        _score_one(client, endpoint, windows[0][:PROBE_TOKENS], 1)
+    token_s = (time.monotonic() - started) / PROBE_TOKENS
+    return max(int(budget_s / token_s / len(windows)), PROBE_TOKENS)
 
 
 def _score_one(client: httpx.Client, endpoint: Endpoint, window: Window, top_k: int) -> Scored:
@@ -96,14 +104,14 @@ def perplexity(windows: Sequence[Sequence[float] | np.ndarray]) -> Estimate:
 
 
 def compare_quality(variant: Sequence[Scored], baseline: Sequence[Scored] | None, made_of: dict[str, Any]) -> Quality:
-    """Quality of a variant, paired window by window with bf16's; without a baseline only the perplexity is known.
-    Windows that one of the two did not score are left out of what is paired.
+    """Quality of a variant, paired window by window with bf16's; without a baseline only the perplexity is known. Of a
+    window that one of the two scored in part, that part is paired.
 
     `made_of`: the fields of Quality that describe the text (context_tokens, top_k, bos, data).
     """
     ratio = kl = top1 = None
     if baseline is not None:
-        pairs = list(zip(variant, baseline, strict=False))
+        pairs = [_common(v, b) for v, b in zip(variant, baseline, strict=True)]
         log_ratio = mean_of_windows([float(b.logprobs.mean() - v.logprobs.mean()) for v, b in pairs])
         value = float(np.exp(log_ratio.value))
         ratio = Estimate(value=value, se=None if log_ratio.se is None else value * log_ratio.se)
@@ -113,6 +121,11 @@ def compare_quality(variant: Sequence[Scored], baseline: Sequence[Scored] | None
         perplexity=perplexity([s.logprobs for s in variant]), perplexity_ratio=ratio, kl=kl, top1=top1,
         windows=len(variant), tokens=sum(len(s.logprobs) for s in variant), **made_of,
     )  # fmt: skip
+
+
+def _common(a: Scored, b: Scored) -> tuple[Scored, Scored]:
+    length = min(len(a.logprobs), len(b.logprobs))
+    return Scored(a.logprobs[:length], a.top[:length]), Scored(b.logprobs[:length], b.top[:length])
 
 
 def _window_mean(measure: Any, p: Scored, q: Scored) -> float:

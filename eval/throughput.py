@@ -74,10 +74,14 @@ class Prompts:
 
 
 def measure_level(concurrency: int, arms: tuple[Endpoint, Endpoint], plan: "Plan") -> Iterator[Pair]:
-    """Pairs at one concurrency, each given as soon as it is done. `arms`: (variant, bf16), both up."""
+    """Pairs at one concurrency, each given as soon as it is done. `arms`: (variant, bf16), both up.
+
+    None at all where one of them is too slow to give a first token in the time of a block.
+    """
     variant, baseline = arms
     for arm in arms:
-        plan.warm_up(arm, concurrency)
+        if not plan.warm_up(arm, concurrency):
+            return
     for i in range(plan.bench.pairs):
         started = time.monotonic()
         requests = plan.requests(concurrency)
@@ -103,10 +107,11 @@ class Plan:
         slices = self.prompts.take(count, self.bench.prompt_tokens)
         return tuple(Request(prompt=ids, max_tokens=self.bench.output_tokens) for ids in slices)
 
-    def warm_up(self, arm: Endpoint, concurrency: int) -> None:
-        """A short block that counts for nothing: shapes are compiled, buffers are touched."""
+    def warm_up(self, arm: Endpoint, concurrency: int) -> bool:
+        """A short block that counts for nothing: shapes are compiled, buffers are touched. Whether any token came."""
         short = [replace(r, max_tokens=min(8, r.max_tokens)) for r in self.requests(concurrency)[:concurrency]]
-        self.block(arm, short, concurrency)
+        done = self.block(arm, short, concurrency).run.records
+        return any(r.deltas or r.outcome not in ("ok", "cut") for r in done)  # what fails is measured, and counted
 
     def block(self, arm: Endpoint, requests: Sequence[Request], concurrency: int) -> Block:
         """Run one block, then wait until the server is idle again (cut requests are aborted there)."""

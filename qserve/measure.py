@@ -162,8 +162,8 @@ def _measure_beside(context: Context, arm: Arm, base: server.Server, base_scored
             _, result = _judge(context, arm, live, base_scored)
             if result.status != "measured":
                 return Part(result=result)
-            pairs = _alternate(context, live, base)
-            return _part(context, result, pairs, live.memory_bytes())
+            pairs, halted = _alternate(context, live, base)
+            return _part(context, _remark(result, halted), pairs, live.memory_bytes())
     except QserveError as error:
         if not base.alive():
             raise
@@ -189,8 +189,14 @@ def _judge(
     scored = quality.score(live, context.windows, recipe.quality.top_k, recipe.bench.variant_s)
     gate = fidelity.check(scored, context.references[arm.prepared.variant], context.references[BASELINE])
     data, bos = context.parts.quality, context.parts.bos_token_id
-    text = quality.describe_text(data, recipe.quality.tokens, recipe.quality.top_k, bos)
+    length = len(scored[0].logprobs) + 1
+    text = quality.describe_text(data, length, recipe.quality.top_k, bos)
     problem = None
+    if length < recipe.quality.tokens:
+        problem = (
+            f"too slow to score {recipe.quality.tokens} tokens of a window: the first {length} were, and its "
+            "perplexity is of those; ratio, KL and top-1 compare the same tokens of bf16"
+        )
     if not gate.faithful:
         problem = (
             f"served log-probabilities are {gate.error:.3f} nats from the checkpoint's in transformers (rounding "
@@ -226,8 +232,8 @@ def _failed(context: Context, arm: Arm, why: str) -> VariantResult:
     )  # fmt: skip
 
 
-def _alternate(context: Context, live: server.Server, base: server.Server) -> tuple[Pair, ...]:
-    """All levels of concurrency, each with its share of the time that is left."""
+def _alternate(context: Context, live: server.Server, base: server.Server) -> tuple[tuple[Pair, ...], str | None]:
+    """All levels of concurrency, each with its share of the time that is left; and why it stopped before the last."""
     bench = context.inputs.recipe.bench
     end = time.monotonic() + bench.variant_s
     pairs: list[Pair] = []
@@ -237,7 +243,21 @@ def _alternate(context: Context, live: server.Server, base: server.Server) -> tu
         for n, pair in enumerate(throughput.measure_level(concurrency, (live, base), plan), 1):
             pairs.append(pair)
             context.inputs.say(_line(live.model, pair, n, bench))
-    return tuple(pairs)
+        if not pairs or pairs[-1].concurrency != concurrency:
+            return tuple(pairs), _too_slow(concurrency, bench)
+    return tuple(pairs), None
+
+
+def _too_slow(concurrency: int, bench: Bench) -> str:
+    return (
+        f"too slow to be loaded: at concurrency {concurrency} no first token came within {bench.block_s:g} s (block_s)"
+    )
+
+
+def _remark(result: VariantResult, text: str | None) -> VariantResult:
+    """The result with something to know beside it."""
+    said = "; ".join(part for part in (result.problem, text) if part)
+    return result.model_copy(update={"problem": said or None})
 
 
 def _line(name: str, pair: Pair, n: int, bench: Bench) -> str:
@@ -295,6 +315,8 @@ def _one_after_the_other(context: Context, arm: Arm, baseline: Arm) -> Part:
             _, result = _judge(context, arm, live, base_scored)
             if result.status != "measured":
                 return Part(result=result)
+            if not plan.warm_up(live, plan.bench.concurrency[0]):
+                return Part(result=_remark(result, _too_slow(plan.bench.concurrency[0], plan.bench)))
             own = blocks(live, 0) + blocks(live, 1)
             memory_now = live.memory_bytes()
     except QserveError as error:

@@ -91,18 +91,18 @@ def test_a_window_that_was_not_scored_offline_does_not_count() -> None:
 
 
 def test_a_window_that_was_not_served_does_not_count() -> None:
-    reference = fidelity.Reference(float32=((-1.0,), (-9.0,)), bfloat16=((-1.0,),))
-    gate = fidelity.check([scored({1: -1.0})], reference, reference)
+    reference = fidelity.Reference(float32=((-1.0, -9.0), (-9.0,)), bfloat16=((-1.0, -9.0),))
+    gate = fidelity.check([scored({1: -1.0})], reference, reference)  # the first token of the first window alone
     assert (gate.faithful, gate.tokens) == (True, 1)
     assert gate.reference_perplexity == gate.served_perplexity == pytest.approx(math.e)
 
 
 class Slow(BaseHTTPRequestHandler):
-    """Takes 0.3 s for a window, and scores every token with the same probability."""
+    """Takes 10 ms for a token, and scores every token with the same probability."""
 
     def do_POST(self) -> None:
         tokens = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
-        time.sleep(0.3)
+        time.sleep(0.01 * len(tokens))
         positions = [None, *({str(token): {"logprob": -1.0}} for token in tokens[1:])]
         body = json.dumps({"choices": [{"prompt_logprobs": positions}]}).encode()
         self.send_response(200)
@@ -111,14 +111,26 @@ class Slow(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-@pytest.mark.parametrize(("budget_s", "windows"), [(0.0, 2), (60.0, 4)])
-def test_a_slow_server_scores_two_windows_at_least(budget_s: float, windows: int) -> None:
+@pytest.mark.parametrize(("budget_s", "low", "high"), [(0.0, 16, 16), (1.0, 20, 25), (60.0, 64, 64)])
+def test_a_slow_server_scores_the_beginnings(budget_s: float, low: int, high: int) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         at = SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}", model="m", scoring="prompt_logprobs")
-        found = score(at, [(1, 2, 3)] * 4, 1, budget_s)  # type: ignore[arg-type]
+        found = score(at, [tuple(range(64))] * 4, 1, budget_s)  # type: ignore[arg-type]
         server.shutdown()
-    assert [list(one.logprobs) for one in found] == [[-1.0, -1.0]] * windows
+    assert len(found) == 4
+    assert all(low <= len(one.logprobs) + 1 <= high for one in found)
+
+
+def test_a_beginning_is_paired_with_the_same_beginning() -> None:
+    base = [scored(logs(a=0.5, b=0.4), logs(a=0.1, b=0.8))] * 2
+    begun = [scored(logs(a=0.25, b=0.4))] * 2
+    data = DataRecord(dataset="d", part="quality", rows_read=1, dropped={}, records=1, tokens=5, sha256="0", seed=None)
+    quality = compare_quality(begun, base, describe_text(data, 2, 2, None))
+    assert quality.perplexity_ratio is not None
+    assert quality.perplexity_ratio.value == pytest.approx(2.0)
+    assert quality.top1 is not None
+    assert quality.top1.value == 0.0
 
 
 def test_the_floor_is_of_the_windows_that_bfloat16_saw() -> None:
