@@ -12,6 +12,7 @@ from qserve.machine import look
 from qserve.recipe import EngineName, Serving
 from qserve.runtimes import ensure_runtime
 from qserve.serve.engine import Engine, Setting
+from qserve.serve.transformers_loop import open_loop
 from qserve.serve.vllm import open_vllm
 from qserve.uvrun import Say
 
@@ -35,6 +36,9 @@ def install_engine(name: EngineName, serving: Serving, say: Say) -> Installed:
         case "vllm":
             runtime = ensure_runtime("vllm", look().flavour, say, serving.python)
             return Installed(name, runtime.python, runtime.digest)
+        case "transformers" | "pipeline":
+            runtime = ensure_runtime("llmcompressor", look().flavour, say, serving.python)
+            return Installed(name, runtime.python, runtime.digest)
     assert_never(name)
 
 
@@ -47,4 +51,6 @@ def open_engine(installed: Installed, setting: Setting) -> Engine:
     match installed.name:
         case "vllm":
             return open_vllm(installed.program, installed.digest, setting)
+        case "transformers" | "pipeline":
+            return open_loop(installed.name, installed.program, installed.digest, setting)
     assert_never(installed.name)

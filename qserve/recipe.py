@@ -185,7 +185,7 @@ def _on_off(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-EngineName = Literal["vllm"]
+EngineName = Literal["vllm", "transformers", "pipeline"]
 
 
 class Serving(Frozen):

@@ -90,7 +90,7 @@ def choose_settings(serving: Serving, config: Mapping[str, object], machine: Mac
     Raises:
         PreflightError: the KV cache has no room for one request of `max_model_len` tokens.
     """
-    dtype = _dtype(serving, machine)
+    dtype = choose_dtype(serving, machine)
     length = context_length(config, serving.max_model_len)
     cuda = machine.flavour == "cuda"
     one_request = (kv_bytes_per_token(config, dtype) or 0) * length
@@ -109,7 +109,8 @@ def choose_settings(serving: Serving, config: Mapping[str, object], machine: Mac
     )
 
 
-def _dtype(serving: Serving, machine: Machine) -> str:
+def choose_dtype(serving: Serving, machine: Machine) -> str:
+    """What the recipe asks for, else what this machine multiplies fastest."""
     if serving.dtype != "auto":
         return serving.dtype
     multiplies_bf16 = {"avx512f", "amx_tile", "bf16", "asimd"} & set(machine.isa)
