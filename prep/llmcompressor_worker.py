@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_range
 from compressed_tensors.utils import match_named_modules
+from compressed_tensors.utils.impl_backend import ImplBackend
 from llmcompressor import oneshot
 from llmcompressor.core import LifecycleCallbacks
 from llmcompressor.modeling.moe.linearize import get_linearized_moes
 from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.gptq.helpers import column_scale_window
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
 from llmcompressor.observers.base import Observer
@@ -38,6 +41,7 @@ def main(job: dict[str, Any], emit: Emit) -> dict[str, Any]:
     torch.set_num_threads(job["threads"])
     if not torch.accelerator.is_available():
         IntermediatesCache.pin_memory = lambda *_: None  # it asks for an accelerator that is not there
+        _quick_columns()
     _round_scales()
     fallback = _collect_fallback()
     _refuse_idle_awq()
@@ -120,6 +124,48 @@ def _round_scales() -> None:
         return {**found, "scale": found["scale"].to(torch.bfloat16).to(found["scale"].dtype)}
 
     Observer.get_qparams = rounded
+
+
+def _quick_columns() -> None:
+    """GPTQ's inner loop for a CPU, registered as llm-compressor provides for: the same operations in the same order, so
+    the same bits, on columns that lie together in memory. It takes integers; floats go the library's own way.
+    """
+
+    def on_cpu(W1: torch.Tensor, *_: Any, quant_args: QuantizationArgs, **__: Any) -> bool:
+        return W1.device.type == "cpu" and quant_args.type == "int"
+
+    @ImplBackend.register("gptq_block_update", on_cpu, 0)
+    def qserve_gptq_columns(
+        W1: torch.Tensor, Hinv1: torch.Tensor, Q1: torch.Tensor, Err1: torch.Tensor, losses1: torch.Tensor,
+        *, scale: Any, zero_point: Any, global_scale: Any, g_idx: Any, quant_args: QuantizationArgs, i1: int,
+    ) -> None:  # fmt: skip
+        rows, width = W1.shape[1:]  # W1: (layers of one shape, output channels, columns of this block)
+        window = {"num_rows": rows, "i1": i1, "i2": i1 + width}
+        steps, zeros = column_scale_window(scale, zero_point, global_scale, g_idx, quant_args, **window)
+        low, high = (float(bound) for bound in calculate_range(quant_args, W1.device))
+
+        def columns(values: torch.Tensor) -> torch.Tensor:
+            return values.expand_as(W1).transpose(1, 2).contiguous()
+
+        work, steps = columns(W1), columns(steps)
+        zeros = None if zeros is None else columns(zeros).to(steps.dtype)
+        rounded, errors = torch.empty_like(work), torch.empty_like(work)
+        for i in range(width):
+            column = rounded[:, i]
+            torch.div(work[:, i], steps[:, i], out=column)
+            if zeros is not None:
+                column += zeros[:, i]
+            column.clamp_(low, high).round_()
+            if zeros is not None:
+                column -= zeros[:, i]
+            column *= steps[:, i]
+            torch.sub(work[:, i], column, out=errors[:, i])
+            errors[:, i] /= Hinv1[:, i, i, None]
+            if i + 1 < width:
+                work[:, i + 1 :] -= errors[:, i, None] * Hinv1[:, i, i + 1 :, None]
+        Q1.copy_(rounded.transpose(1, 2))
+        Err1.copy_(errors.transpose(1, 2))
+        losses1.copy_(Err1.square())
 
 
 def _collect_fallback() -> list[str]:
