@@ -51,7 +51,8 @@ DEFINITIONS = (
     ("KV cache", "What the server sets aside for keys and values: a reservation, shown apart from what is used."),
     (
         "Peak memory",
-        "Highest resident size of the server's processes on a CPU; device memory in use on a GPU.",
+        "Highest memory of the server's processes, read after each block: on a CPU their proportional set size, in which "
+        "shared pages are counted once; on a GPU the device memory in use.",
     ),
     (
         "Faithful",

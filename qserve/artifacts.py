@@ -262,7 +262,7 @@ class Memory(Frozen):
     loaded_bytes: int | None  # weights in the server, from its log
     kv_capacity_tokens: int | None
     kv_bytes: int | None
-    peak_bytes: int | None  # highest resident size of the server's process group (CPU) or device memory used (CUDA)
+    peak_bytes: int | None  # highest seen after a block: proportional set size (CPU) or device memory in use (CUDA)
 
 
 class ServerFacts(Frozen):
@@ -314,4 +314,4 @@ class Report(Artifact):
     data: tuple[DataRecord, ...]  # calibration, quality, load
     baseline: VariantResult  # its points: bf16 alone
     variants: tuple[VariantResult, ...]
-    wall_s: float
+    wall_s: float  # of the session that finished it
