@@ -51,7 +51,7 @@ DEFINITIONS = (
     ("KV cache", "What the server sets aside for keys and values: a reservation, shown apart from what is used."),
     (
         "Peak memory",
-        "Highest memory of the server's processes, read after each block: on a CPU their proportional set size, in which "
+        "Highest memory of the server's processes, read after each block: on a CPU their proportional set size, where "
         "shared pages are counted once; on a GPU the device memory in use.",
     ),
     (
