@@ -246,5 +246,7 @@ def runtimes(
         typer.echo(line)
 
 
+from qserve import export  # noqa: E402, F401  (declares its command)
+
 if __name__ == "__main__":
     app()

@@ -1,0 +1,150 @@
+"""`qserve export`: the files that a deployment of a measured variant needs, with the settings that were measured."""
+
+import difflib
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qserve.app import WorkspaceOption, app, say
+from qserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from qserve.artifacts import Report, VariantResult
+    from qserve.serve.deployment import Deployment, Slo
+
+
+class Target(StrEnum):
+    compose = "compose"
+    systemd = "systemd"
+    kubernetes = "kubernetes"
+    kserve = "kserve"
+
+
+@app.command()
+def export(
+    variant: Annotated[str, typer.Argument(help="Name of a measured variant, or bf16.")],
+    target: Annotated[Target, typer.Option("--for", help="What it is deployed with.")],
+    out: Annotated[Path, typer.Option(help="Folder to write into.")],
+    run: Annotated[Path | None, typer.Option("--run", help="A run folder; default: the newest.")] = None,
+    slo: Annotated[
+        list[str] | None, typer.Option("--slo", help="ttft_p95=0.5 or itl_p95=0.05, in seconds; may be given again.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the deployment [default: qserve-VARIANT]")] = None,
+    image: Annotated[str | None, typer.Option(help="Container image [default: vLLM's of the measured version]")] = None,
+    model_repo: Annotated[
+        str | None, typer.Option(help="OWNER/NAME on the Hub with the checkpoint, for Kubernetes and KServe.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=1024, max=65535, help="Port of the API.")] = 8000,
+    max_replicas: Annotated[int, typer.Option(min=1, help="Servers at most, where there is autoscaling.")] = 4,
+    kv_cache_gib: Annotated[int | None, typer.Option(min=1, help="KV cache on a CPU [default: as measured]")] = None,
+    prometheus_url: Annotated[
+        str, typer.Option(help="Prometheus that KEDA asks, for KServe.")
+    ] = "http://prometheus-server.monitoring.svc:80",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that differ.")] = False,
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Write what a deployment of a measured variant needs.
+
+    For Docker Compose, systemd, Kubernetes or KServe; with scrape config, alerts and a dashboard of the SLO.
+    """
+    from qserve.eval.report import read_report
+    from qserve.serve.deployment import Wishes, plan_deployment
+    from qserve.workspace import open_workspace
+
+    report = read_report(run or open_workspace(workspace).latest_run())
+    if target is Target.systemd and image:
+        raise UsageError("--image is for containers; a systemd service runs the environment that was measured")
+    wishes = Wishes(name, image, _repo(model_repo, target), port, max_replicas, kv_cache_gib, _slo(slo))
+    deployment = plan_deployment(report, _result(report, variant), wishes)
+    _check_checkpoint(deployment, target)
+    for change in deployment.changes:
+        say(f"not as measured: {change}")
+    for path in _write(out, _files(deployment, target, prometheus_url), force):
+        typer.echo(path)
+
+
+def _files(deployment: "Deployment", target: Target, prometheus_url: str) -> dict[str, str]:
+    from qserve.serve import export_compose, export_kserve, export_kubernetes, export_systemd
+
+    match target:
+        case Target.compose:
+            return export_compose.compose(deployment)
+        case Target.systemd:
+            return export_systemd.systemd(deployment, deployment.folder.owner())
+        case Target.kubernetes:
+            return export_kubernetes.kubernetes(deployment)
+        case Target.kserve:
+            return export_kserve.kserve(deployment, prometheus_url)
+
+
+def _result(report: "Report", variant: str) -> "VariantResult":
+    results = {r.name: r for r in (report.baseline, *report.variants)}
+    if variant not in results:
+        close = difflib.get_close_matches(variant, results, 1)
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(results)}"
+        raise UsageError(f"no variant {variant!r} in run {report.run}; {hint}")
+    return results[variant]
+
+
+def _slo(texts: list[str] | None) -> "Slo":
+    from qserve.serve.deployment import Slo
+
+    found: dict[str, float] = {}
+    for text in texts or []:
+        name, _, value = text.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = float("nan")
+        if name not in ("ttft_p95", "itl_p95") or not 0 < found[name] < float("inf"):
+            raise UsageError(f"--slo {text}: write ttft_p95=SECONDS or itl_p95=SECONDS, as in --slo ttft_p95=0.5")
+    return Slo(found.get("ttft_p95"), found.get("itl_p95"))
+
+
+def _repo(text: str | None, target: Target) -> str | None:
+    from qserve.recipe import HubSource, parse_source
+
+    if text is None:
+        return None
+    if target not in (Target.kubernetes, Target.kserve):
+        raise UsageError(f"--model-repo is for kubernetes and kserve; {target} mounts the checkpoint of this machine")
+    try:
+        source = parse_source(text)
+    except ValueError as error:
+        raise UsageError(f"--model-repo {error}") from error
+    if not isinstance(source, HubSource):
+        raise UsageError(f"--model-repo {text}: a Hub id is written OWNER/NAME")
+    return source.repo
+
+
+def _check_checkpoint(deployment: "Deployment", target: Target) -> None:
+    """What is mounted or copied has to be here, and be the checkpoint of that variant."""
+    from qserve.artifacts import MANIFEST_NAME, Manifest
+
+    manifest = deployment.folder / MANIFEST_NAME
+    if deployment.model_repo is None and not manifest.is_file():
+        raise UsageError(f"the measured checkpoint {deployment.folder} is not here; run `qserve prep` with its recipe")
+    if manifest.is_file() and (found := Manifest.read(manifest).variant) != deployment.model:
+        raise UsageError(f"{deployment.folder} holds the checkpoint of {found}, not of {deployment.model}")
+    if target is Target.systemd and not os.access(deployment.python, os.X_OK):
+        raise UsageError(f"the measured environment {deployment.python} is not here; run `qserve runtimes build vllm`")
+
+
+def _write(folder: Path, files: dict[str, str], force: bool) -> list[Path]:
+    """Write all files, each complete or absent; one that is there and says something else stays, unless forced."""
+    paths = {folder / name: text for name, text in files.items()}
+    try:
+        other = [str(p) for p, text in paths.items() if p.exists() and p.read_bytes() != text.encode()]
+        if other and not force:
+            raise UsageError(f"{', '.join(other)} would change; give another --out, or --force to overwrite")
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in paths.items():
+            path.with_name(path.name + ".partial").write_text(text, encoding="utf-8")
+        for path in paths:
+            path.with_name(path.name + ".partial").replace(path)
+    except OSError as error:
+        raise UsageError(f"cannot write into {folder}: {error.strerror or error}; choose another --out") from error
+    return list(paths)

@@ -1,0 +1,27 @@
+"""Exported text: a head that says where the figures come from, then YAML of plain data, quoted by PyYAML."""
+
+import textwrap
+
+import yaml
+
+from qserve.serve.deployment import Deployment
+
+Plain = dict[str, object]  # what becomes YAML or JSON: strings, numbers, lists and further Plain
+
+
+def comment(lines: tuple[str, ...]) -> str:
+    """Each line a comment, wrapped at 110 characters; no line can escape it."""
+    clean = [" ".join(line.split()) for line in lines]
+    wrapped = [part for line in clean for part in textwrap.wrap(line, 108, subsequent_indent="  ") or [""]]
+    return "".join(f"# {part}".rstrip() + "\n" for part in wrapped)
+
+
+def head(deployment: Deployment, what: str, *more: str) -> str:
+    """What this file is, what was measured, what differs from it."""
+    changes = ("Settings are as they were measured, but for:", *(f"- {change}" for change in deployment.changes))
+    return comment((f"{what}, made by `qserve export`.", *deployment.measured, *changes, *more))
+
+
+def to_yaml(*documents: Plain) -> str:
+    """One YAML stream. Strings that YAML would read as something else are quoted."""
+    return yaml.safe_dump_all(documents, sort_keys=False, width=110, allow_unicode=True)
