@@ -127,7 +127,7 @@ def _check_checkpoint(deployment: "Deployment", target: Target) -> None:
     manifest = deployment.folder / MANIFEST_NAME
     if deployment.model_repo is None and not manifest.is_file():
         raise UsageError(f"the measured checkpoint {deployment.folder} is not here; run `qserve prep` with its recipe")
-    if manifest.is_file() and (found := Manifest.read(manifest).variant) != deployment.model:
+    if manifest.is_file() and (found := Manifest.read(manifest).variant) != deployment.model.partition("@")[0]:
         raise UsageError(f"{deployment.folder} holds the checkpoint of {found}, not of {deployment.model}")
     if target is Target.systemd and not os.access(deployment.python, os.X_OK):
         raise UsageError(f"the measured environment {deployment.python} is not here; run `qserve runtimes build vllm`")

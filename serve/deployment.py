@@ -15,6 +15,7 @@ from qserve.errors import PreflightError, UsageError
 
 GIB = 2**30
 MODULE = "vllm.entrypoints.openai.api_server"
+KV_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
 OWN_GPU_SHARE = "0.9"  # of a GPU that is not shared with a second server, as in `qserve serve`
 
 
@@ -96,6 +97,8 @@ def plan_deployment(report: Report, result: VariantResult, wishes: Wishes) -> De
     if result.status != "measured" or facts is None:
         why = result.problem or f"its status is {result.status!r}"
         raise PreflightError(f"{result.name} was not measured in run {report.run}: {why}; export another variant")
+    if facts.engine != "vllm":
+        raise PreflightError(f"{result.name} was served by {facts.engine}; only vLLM is exported")
     point = _highest_load(result, wishes.slo)
     cuda, drain_s = report.machine.flavour == "cuda", _drain_s(point.variant)
     args, changes = _settings(_arguments(facts.command), point.concurrency, drain_s)
@@ -136,7 +139,9 @@ def _highest_load(result: VariantResult, slo: Slo) -> Point:
     good = [p for p in valid if _meets(p.variant, slo)]
     if not good:
         seen = "; ".join(f"at {p.concurrency}: {_latencies(p.variant)}" for p in valid)
-        raise PreflightError(f"{result.name} met the SLO at no measured concurrency ({seen}); ease it or measure fewer")
+        raise PreflightError(
+            f"{result.name} met the SLO at no measured concurrency ({seen}); ease it, or measure lower concurrencies"
+        )
     return max(good, key=lambda p: p.concurrency)
 
 
@@ -192,8 +197,8 @@ def _settings(args: tuple[str, ...], concurrency: int, drain_s: int) -> tuple[tu
     if "--max-num-seqs" not in made:
         made += ["--max-num-seqs", str(concurrency)]
         changes.append(
-            f"--max-num-seqs {concurrency}: no higher load was measured (within the SLO, if there is one); more "
-            "requests than that wait, and waiting requests are what the autoscaler and the alerts count"
+            f"--max-num-seqs {concurrency}: the highest load that was measured and that meets the SLO, if one was "
+            "given; more requests than that wait, and waiting requests are what autoscaling and alerts count"
         )
     if "--shutdown-timeout" not in made:
         made += ["--shutdown-timeout", str(drain_s)]
@@ -203,7 +208,7 @@ def _settings(args: tuple[str, ...], concurrency: int, drain_s: int) -> tuple[tu
 
 def _kv_cache(env: Mapping[str, str], wanted_gib: int | None) -> tuple[dict[str, str], int, tuple[str, ...]]:
     """(environment, bytes by which memory grows beyond what was measured, what was changed and why)."""
-    made, key = dict(env), "VLLM_CPU_KVCACHE_SPACE"
+    made, key = dict(env), KV_CACHE
     if key not in made or wanted_gib is None or wanted_gib == int(made[key]):
         return made, 0, ()
     grown = max(0, wanted_gib - int(made[key])) * GIB
@@ -237,4 +242,8 @@ def _measured(report: Report, result: VariantResult, point: Point) -> tuple[str,
         f"highest memory {peak}.",
         f"At concurrency {point.concurrency}: {speed}, {_latencies(load)}.",
     ]
+    if kv_gib := facts.env.get(KV_CACHE):
+        lines.append(
+            f"The KV cache had {kv_gib} GiB, chosen with a bf16 server beside it; --kv-cache-gib gives it more."
+        )
     return (*lines, "A smoke run (--quick): its figures are not worth keeping.") if report.quick else tuple(lines)

@@ -6,7 +6,7 @@ https://docs.docker.com/reference/compose-file/
 from pathlib import Path
 
 from qserve.errors import UsageError
-from qserve.serve.deployment import GIB, MODULE, Deployment
+from qserve.serve.deployment import MODULE, Deployment
 from qserve.serve.export_dashboard import dashboard
 from qserve.serve.export_monitoring import alert_rules, scrape_static
 from qserve.serve.export_text import Plain, head, to_yaml

@@ -17,7 +17,8 @@ def dashboard(deployment: Deployment) -> str:
     """dashboard.json, to import by hand or to provision."""
     variable = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
     made: Plain = {
-        "uid": deployment.name[:40], "title": f"{deployment.model}: SLO ({deployment.name})", "tags": ["qserve", "vllm"],
+        "uid": deployment.name[:40], "title": f"{deployment.model}: SLO ({deployment.name})",
+        "tags": ["qserve", "vllm"],
         "description": " ".join(("Made by qserve export.", *deployment.measured)),
         "timezone": "browser", "editable": True, "schemaVersion": 39, "refresh": "30s",
         "time": {"from": "now-1h", "to": "now"},
@@ -39,7 +40,8 @@ def _panels(deployment: Deployment) -> list[Plain]:
         _series("KV cache in use", "percentunit", [(f"max(vllm:kv_cache_usage_perc{this})", "in use")]),
         _series("Prefix cache, hit tokens of queried tokens", "percentunit", [(f"{hits} / {asked}", "hit rate")]),
         _series("Requests ended", "reqps",
-                [(f"sum by (finished_reason) (rate(vllm:request_success_total{this}[{WINDOW}]))", "{{finished_reason}}")]),
+                [(f"sum by (finished_reason) (rate(vllm:request_success_total{this}[{WINDOW}]))",
+                  "{{finished_reason}}")]),
         _series("Preemptions", "short", [(f"sum(rate(vllm:num_preemptions_total{this}[{WINDOW}]))", "a second")]),
     ]  # fmt: skip
     for n, panel in enumerate(panels):

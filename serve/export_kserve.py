@@ -7,7 +7,6 @@ from qserve.serve.deployment import MODULE, Deployment
 from qserve.serve.export_compose import container_args
 from qserve.serve.export_dashboard import dashboard
 from qserve.serve.export_kubernetes import (
-    HOME,
     LOCKED,
     SCRATCH_MOUNTS,
     USER_ID,

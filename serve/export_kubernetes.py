@@ -1,7 +1,7 @@
 """Kubernetes: Deployment, Service, PodDisruptionBudget, HorizontalPodAutoscaler, and the volume of the checkpoint.
 
 Scaling is a HorizontalPodAutoscaler (autoscaling/v2, in every cluster) on vLLM's own queue, through the custom metrics
-API of prometheus-adapter. KEDA would do it in one object, but a cluster without its CRDs refuses the whole file; without
+API of prometheus-adapter. KEDA would do it in one object, but a cluster without its CRDs refuses that object; without
 the adapter this Deployment still runs, and only does not scale.
 """
 
@@ -117,8 +117,10 @@ LOCKED: Plain = {
     "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
 }  # fmt: skip
 SCRATCH_MOUNTS: list[Plain] = [
-    {"name": "cache", "mountPath": HOME}, {"name": "tmp", "mountPath": "/tmp"}, {"name": "shm", "mountPath": "/dev/shm"},
-]  # fmt: skip
+    {"name": "cache", "mountPath": HOME},
+    {"name": "tmp", "mountPath": "/tmp"},
+    {"name": "shm", "mountPath": "/dev/shm"},
+]
 
 
 def pod_env(deployment: Deployment) -> list[Plain]:
@@ -130,7 +132,7 @@ def pod_env(deployment: Deployment) -> list[Plain]:
 
 
 def resources(deployment: Deployment) -> Plain:
-    """The measured cores and memory, or GPUs. Memory and CPUs: request and limit are the same, so nothing is squeezed."""
+    """The measured cores and memory, or GPUs; requests and limits are the same, so that nothing is squeezed."""
     amounts: Plain = {}
     if deployment.cuda:
         amounts |= {"nvidia.com/gpu": deployment.gpus}

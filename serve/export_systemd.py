@@ -13,8 +13,8 @@ from qserve.serve.export_text import head
 
 WAIT = """until "$0" -c "import urllib.request as u; u.urlopen('$1', timeout=5)" 2>/dev/null; do sleep 1; done"""
 HARDENING = (
-    "NoNewPrivileges=yes", "ProtectSystem=strict", "ProtectHome=read-only", "PrivateTmp=yes", "ProtectClock=yes",
-    "ProtectHostname=yes", "ProtectKernelLogs=yes", "ProtectKernelModules=yes", "ProtectKernelTunables=yes",
+    "NoNewPrivileges=yes", "ProtectSystem=strict", "ProtectHome=read-only", "ProtectClock=yes", "ProtectHostname=yes",
+    "ProtectKernelLogs=yes", "ProtectKernelModules=yes", "ProtectKernelTunables=yes",
     "ProtectControlGroups=yes", "RestrictNamespaces=yes", "RestrictRealtime=yes", "RestrictSUIDSGID=yes",
     "LockPersonality=yes", "SystemCallArchitectures=native",
     "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK", "UMask=0077",
@@ -71,7 +71,13 @@ def _service(deployment: Deployment, user: str) -> tuple[str, ...]:
         "LimitNOFILE=65536",
         *memory,
         *HARDENING,
+        *(() if _under_tmp(deployment) else ("PrivateTmp=yes",)),
     )
+
+
+def _under_tmp(deployment: Deployment) -> bool:
+    """Whether the checkpoint or the environment lies where a private /tmp would hide it."""
+    return any(str(path).startswith(("/tmp/", "/var/tmp/")) for path in (deployment.folder, deployment.python))
 
 
 def quote(text: str) -> str:

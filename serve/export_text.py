@@ -22,6 +22,13 @@ def head(deployment: Deployment, what: str, *more: str) -> str:
     return comment((f"{what}, made by `qserve export`.", *deployment.measured, *changes, *more))
 
 
+class _WrittenOut(yaml.SafeDumper):
+    """Says everything in full: what stands twice is no &anchor and *alias."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
 def to_yaml(*documents: Plain) -> str:
     """One YAML stream. Strings that YAML would read as something else are quoted."""
-    return yaml.safe_dump_all(documents, sort_keys=False, width=110, allow_unicode=True)
+    return str(yaml.dump_all(documents, Dumper=_WrittenOut, sort_keys=False, width=110, allow_unicode=True))
