@@ -59,6 +59,9 @@ class Answer:
             if usage := event.get("usage"):  # null in most chunks; the chunk that has it may have no choices
                 self.prompt_tokens = int(usage["prompt_tokens"])
                 self.output_tokens = int(usage["completion_tokens"])
+            elif timings := event.get("timings"):  # llama.cpp's running counts
+                self.prompt_tokens = int(timings["prompt_n"]) + int(timings.get("cache_n", 0))
+                self.output_tokens = int(timings["predicted_n"])
             for choice in event.get("choices") or ():
                 if choice.get("finish_reason"):
                     self.done = True

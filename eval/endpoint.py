@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from qserve.artifacts import Counters, Scoring
+from qserve.artifacts import Counters, Dialect, Scoring
 
 
 class Endpoint(Protocol):
@@ -17,6 +17,10 @@ class Endpoint(Protocol):
     @property
     def scoring(self) -> Scoring | None:
         """How it scores a text; None: it cannot."""
+
+    @property
+    def dialect(self) -> Dialect:
+        """Which wishes beyond OpenAI's API it understands."""
 
     def counters(self) -> Counters:
         """What it counts of its own, now."""

@@ -8,7 +8,7 @@ import yaml
 from qserve.artifacts import DataRecord, LoadSummary, Point, Report, VariantResult
 from qserve.eval import figures
 from qserve.eval.figures import UNKNOWN, count, listed
-from qserve.eval.table import everyone
+from qserve.eval.table import engines, everyone
 
 DEFINITIONS = (
     (
@@ -66,6 +66,11 @@ DEFINITIONS = (
 def notes(report: Report) -> tuple[str, ...]:
     """What failed and why, what is not valid, what was cut short, where the weights came from."""
     said = [report.source_note] if report.source_note else []
+    if len(used := engines(report)) > 1:
+        said.append(
+            f"bf16 is served by {used[0]}; a row named after {listed(used[1:], 'or')} is a checkpoint under it, "
+            "and its ratios compare both at once, the checkpoint and the engine"
+        )
     dtype = report.baseline.server.dtype if report.baseline.server else None
     if dtype not in (None, "bfloat16"):
         said.append(f"every variant computes in {dtype}, bf16's weights too: that is what is fastest or asked for here")
@@ -82,7 +87,9 @@ def _variant_notes(variant: VariantResult) -> Iterator[str]:
         yield f"{variant.name}: {variant.status}: {why}"
     elif variant.problem:
         yield f"{variant.name}: {variant.problem}"
-    if variant.layers_fallback:
+    if variant.note:
+        yield f"{variant.name}: {variant.note}"
+    elif variant.layers_fallback:
         of = f"{variant.layers_fallback} of {variant.layers if variant.layers is not None else UNKNOWN}"
         yield f"{variant.name}: {of} layers fell back to round-to-nearest."
 

@@ -1,14 +1,13 @@
 """Quality of what is served: perplexity, KL divergence and top-1 agreement on held-out windows.
 
-The live server is teacher-forced: each window of token ids is sent as a prompt with `prompt_logprobs`, so what is
-judged is the kernel and the checkpoint together. Windows are the unit of all standard errors: the tokens of one window
-are not independent of each other.
+The live server is teacher-forced: each window of token ids is sent as a prompt with `prompt_logprobs`, or token by
+token (next_token.py), so what is judged is the kernel and the checkpoint together. Windows are the unit of all standard
+errors: the tokens of one window are not independent of each other.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, assert_never
 
 import httpx
 import numpy as np
@@ -16,24 +15,13 @@ import orjson
 
 from qserve.artifacts import DataRecord, Estimate, Quality
 from qserve.errors import ServerError
+from qserve.eval import next_token
 from qserve.eval.endpoint import Endpoint
-
-Window = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Scored:
-    """One window as a server scores it. The first token has no probability, so there are len(window) - 1 positions.
-
-    logprobs: of the token that stands there, shape (positions,), nats.
-    top: for each position {token id: logprob}, the server's top k and the token that stands there.
-    """
-
-    logprobs: np.ndarray
-    top: tuple[dict[int, float], ...]
-
+from qserve.eval.scored import Scored as Scored
+from qserve.eval.scored import Window as Window
 
 PROBE_TOKENS = 16
+Scorer = Callable[[Sequence[Window], int], tuple[Scored, ...]]  # windows and top k
 
 
 def score(endpoint: Endpoint, windows: Sequence[Window], top_k: int, budget_s: float) -> tuple[Scored, ...]:
@@ -43,19 +31,32 @@ def score(endpoint: Endpoint, windows: Sequence[Window], top_k: int, budget_s: f
     whole window. 16 tokens at least are scored of each.
 
     Raises:
-        ServerError: the server cannot score prompts, or answers with something else.
+        ServerError: the server cannot score text, or answers with something else.
     """
     with httpx.Client(timeout=1800, trust_env=False) as client:  # our own server: never through a proxy
-        length = _affordable(client, endpoint, windows, budget_s)
-        return tuple(_score_one(client, endpoint, window[:length], top_k) for window in windows)
+        scorer = _scorer(client, endpoint)
+        length = _affordable(scorer, windows, budget_s)
+        return scorer([window[:length] for window in windows], top_k)
 
 
-def _affordable(client: httpx.Client, endpoint: Endpoint, windows: Sequence[Window], budget_s: float) -> int:
+def _scorer(client: httpx.Client, endpoint: Endpoint) -> Scorer:
+    """How this server scores."""
+    match endpoint.scoring:
+        case "prompt_logprobs":
+            return lambda windows, top_k: tuple(_score_one(client, endpoint, window, top_k) for window in windows)
+        case "next_token":
+            return lambda windows, top_k: next_token.score(client, endpoint, windows, top_k)
+        case None:
+            raise ServerError(f"{endpoint.model}: this engine gives no log-probabilities, so its quality is unknown")
+    assert_never(endpoint.scoring)
+
+
+def _affordable(scorer: Scorer, windows: Sequence[Window], budget_s: float) -> int:
     """Tokens of each window that can be scored in the budget, judged by a short prompt (the second: shapes are compiled
     and buffers touched by the first). Overhead counts as if it grew with length, so what this allows fits easily."""
     for _ in range(2):
         started = time.monotonic()
-        _score_one(client, endpoint, windows[0][:PROBE_TOKENS], 1)
+        scorer([windows[0][:PROBE_TOKENS]], 1)
     token_s = (time.monotonic() - started) / PROBE_TOKENS
     return max(int(budget_s / token_s / len(windows)), PROBE_TOKENS)
 

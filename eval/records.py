@@ -4,13 +4,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from qserve.artifacts import Dialect
+
 
 @dataclass(frozen=True)
 class Target:
     """An OpenAI server and the model on it.
 
     `fixed_length` asks for exactly `max_tokens` tokens (ignore_eos and its kin, which not every server knows);
-    `usage_each_chunk` for running token counts, so that an answer that is cut has one too.
+    `usage_each_chunk` for running token counts, so that an answer that is cut has one too. Both are asked for in the
+    server's dialect.
     """
 
     url: str
@@ -18,6 +21,7 @@ class Target:
     api_key: str | None = field(default=None, repr=False)
     usage_each_chunk: bool = False
     fixed_length: bool = True
+    dialect: Dialect = "vllm"
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,17 @@
 
 Job: {checkpoint: folder, windows: [[id, ...], ...], threads: n}. Result: {float32: [[nats, ...], ...], bfloat16: the
 same of the first window alone}: it only serves to see what rounding does, and bfloat16 is slow on many CPUs.
-Quantized weights are expanded by compressed-tensors, activations are rounded as the checkpoint says.
+Quantized weights are expanded by compressed-tensors, or out of a GGUF file; activations are rounded as the checkpoint
+says.
 """
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GgufConfig
 
 
 def main(job: dict[str, Any], emit: Any) -> dict[str, Any]:
@@ -18,9 +22,19 @@ def main(job: dict[str, Any], emit: Any) -> dict[str, Any]:
     every = job["windows"]
     for name, dtype, windows in (("float32", torch.float32, every), ("bfloat16", torch.bfloat16, every[:1])):
         emit("progress", text=f"transformers, {name}")
-        model = AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=dtype).to(device).eval()
+        model = load(Path(job["checkpoint"]), dtype).to(device).eval()
         result[name] = [score(model, window, device) for window in windows]
     return result
+
+
+def load(folder: Path, dtype: torch.dtype) -> Any:
+    """The checkpoint; the weights of a GGUF file expanded."""
+    if not (folder / "model.gguf").exists():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    gguf.GGUFReader = cache(gguf.GGUFReader)  # transformers reads the header four times over
+    gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
+    config = GgufConfig(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=dtype, quantization_config=config)
 
 
 def score(model: Any, window: list[int], device: str) -> list[float]:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import assert_never
 
 import orjson
 
@@ -17,18 +18,35 @@ OnDone = Callable[[RequestRecord], None]
 
 def request_bytes(target: Target, address: Address, request: Request) -> bytes:
     """The bytes that ask for one streamed answer."""
-    options = {"include_usage": True} | ({"continuous_usage_stats": True} if target.usage_each_chunk else {})
     body: dict[str, object] = {
         "model": target.model, "max_tokens": request.max_tokens, "temperature": 0,
-        "stream": True, "stream_options": options,
+        "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    if target.fixed_length:  # special tokens are shown, so that an answer of nothing else is not taken for an empty one
-        body |= {"ignore_eos": True, "min_tokens": request.max_tokens, "skip_special_tokens": False}
+    body |= _wishes(target, request)
     if not request.chat:
         body["prompt"] = request.prompt
         return address.request("POST", "/v1/completions", orjson.dumps(body))
     body["messages"] = [{"role": "user", "content": request.prompt}]
     return address.request("POST", "/v1/chat/completions", orjson.dumps(body))
+
+
+def _wishes(target: Target, request: Request) -> dict[str, object]:
+    """Running token counts and a fixed length, as the server spells them.
+
+    Special tokens are shown, so that an answer of nothing else is not taken for an empty one (llama.cpp has no such
+    field for one request).
+    """
+    counts: dict[str, object]
+    length: dict[str, object]
+    match target.dialect:
+        case "vllm":
+            counts = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+            length = {"ignore_eos": True, "min_tokens": request.max_tokens, "skip_special_tokens": False}
+        case "llama.cpp":
+            counts, length = {"timings_per_token": True}, {"ignore_eos": True}
+        case _:
+            assert_never(target.dialect)
+    return (counts if target.usage_each_chunk else {}) | (length if target.fixed_length else {})
 
 
 class Load:

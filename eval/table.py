@@ -37,25 +37,36 @@ def everyone(report: Report) -> tuple[VariantResult, ...]:
     return (report.baseline, *report.variants)
 
 
+def engines(report: Report) -> tuple[str, ...]:
+    """Every engine that served something; bf16's first."""
+    return tuple(dict.fromkeys(v.server.engine for v in everyone(report) if v.server))
+
+
 # --- results: one row a variant ----------
 def results(report: Report) -> Table:
     """bf16 first, then each variant: throughput with its ratio to bf16 at each concurrency, quality, size."""
     loads = concurrencies(report)
-    headers = ["Variant"]
+    several = len(engines(report)) > 1
+    headers = ["Variant", *(["Engine"] if several else [])]
     for c in loads:
         headers += [f"tok/s at {c}", f"÷ bf16 at {c}"]
     headers += ["Perplexity", "Perplexity ÷ bf16", "KL to bf16, nats", "Top-1 as bf16", "Disk", "Bits/param"]
     rows = [
-        (_identity(v), *_speeds(v, report, loads), *_quality(v, v is report.baseline), *_size(v))
+        (_identity(v), *_engine(v, several), *_speeds(v, report, loads), *_quality(v, v is report.baseline), *_size(v))
         for v in everyone(report)
     ]
-    return Table("Results", tuple(headers), tuple(rows))
+    return Table("Results", tuple(headers), tuple(rows), names=2 if several else 1)
 
 
 def _identity(variant: VariantResult) -> Cell:
     bad = variant.status != "measured"
     name = f"{variant.name} ({variant.status})" if bad else variant.name
     return Cell(name, under=variant.label, bad=bad, why=variant.problem)
+
+
+def _engine(variant: VariantResult, several: bool) -> tuple[Cell, ...]:
+    """A column of its own where a report has more than one."""
+    return (Cell(variant.server.engine if variant.server else NONE),) if several else ()
 
 
 def _size(variant: VariantResult) -> tuple[Cell, Cell]:

@@ -116,7 +116,7 @@ class Plan:
     def block(self, arm: Endpoint, requests: Sequence[Request], concurrency: int) -> Block:
         """Run one block, then wait until the server is idle again (cut requests are aborted there)."""
         before, cpu = arm.counters(), arm.cpu_s()
-        target = Target(url=arm.url, model=arm.model, usage_each_chunk=True)
+        target = Target(url=arm.url, model=arm.model, usage_each_chunk=True, dialect=arm.dialect)
         with gpu_utilisation() as gpu:
             done = run(run_load(target, requests, concurrency, cut_after_s=self.bench.block_s))
         cpu = arm.cpu_s() - cpu

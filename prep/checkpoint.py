@@ -8,14 +8,16 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from qserve import __version__
 from qserve.artifacts import MANIFEST_NAME, DataRecord, FileEntry, Manifest
 from qserve.errors import WorkerError
+from qserve.llama_cpp import source_digest
 from qserve.prep.context import Context
 from qserve.prep.data import calibration_record
 from qserve.prep.gguf import read_gguf, special_tokens
@@ -23,8 +25,21 @@ from qserve.prep.headers import INDEX, read_folder, weight_files
 from qserve.prep.preflight import compute_dtype
 from qserve.prep.schemes import ignore_of, scheme_of
 from qserve.prep.source import Model, read_config
+from qserve.prep.to_gguf import make_gguf
 from qserve.prep.verify import Expectation, parameters, verify, weigh
-from qserve.recipe import BASELINE, Awq, Bf16, Fp8, Gptq, QuantizedVariant, Variant, scheme_label, source_text
+from qserve.recipe import (
+    BASELINE,
+    Awq,
+    Bf16,
+    Fp8,
+    Gguf,
+    Gptq,
+    LayerVariant,
+    QuantizedVariant,
+    Variant,
+    scheme_label,
+    source_text,
+)
 from qserve.runtime_spec import spec_of
 from qserve.workspace import complete_or_absent, digest_of, sha256_file
 
@@ -61,6 +76,9 @@ def baseline_digest(context: Context, model: Model) -> str:
 def variant_digest(context: Context, model: Model, name: str, data: Path) -> str:
     """Changes with the source, the settings that matter, the very calibration ids, and the environment's lock."""
     variant = context.recipe.variants[name]
+    if isinstance(variant, Gguf):
+        made_by = [context.runtime_digest, source_digest()]
+        return digest_of([FORMAT, baseline_digest(context, model), variant.model_dump(mode="json"), *made_by])
     record, _ = _calibration(variant, data)
     settings = [variant.model_dump(mode="json", exclude={"samples"}), ignore_of(variant, model.outline.config)]
     dtype = compute_dtype(model.outline, context.machine)
@@ -68,7 +86,9 @@ def variant_digest(context: Context, model: Model, name: str, data: Path) -> str
 
 
 def _calibration(variant: QuantizedVariant, data: Path) -> tuple[DataRecord | None, int]:
-    return calibration_record(data, variant.samples) if scheme_of(variant).calibrated else (None, 0)
+    if isinstance(variant, Gguf) or not scheme_of(variant).calibrated:
+        return None, 0
+    return calibration_record(data, variant.samples)
 
 
 # --- baseline ----------
@@ -135,6 +155,8 @@ def _float_kinds(model: Model) -> dict[str, int]:
 def build_variant(context: Context, model: Model, baseline: Prepared, name: str, data: Path) -> Prepared:
     """Quantize, verify, keep. Raises WorkerError; then nothing is left of it."""
     variant = context.recipe.variants[name]
+    if isinstance(variant, Gguf):
+        return _build_gguf(context, model, baseline, name, data)
     digest = variant_digest(context, model, name, data)
     final = context.workspace.checkpoint(name, digest)
     record, samples = _calibration(variant, data)
@@ -158,7 +180,22 @@ def build_variant(context: Context, model: Model, baseline: Prepared, name: str,
     return Prepared(name, final, manifest)
 
 
-def _job(context: Context, model: Model, variant: QuantizedVariant, source: Path) -> dict[str, Any]:
+def _build_gguf(context: Context, model: Model, baseline: Prepared, name: str, data: Path) -> Prepared:
+    variant = context.recipe.variants[name]
+    assert isinstance(variant, Gguf)
+    digest = variant_digest(context, model, name, data)
+    final = context.workspace.checkpoint(name, digest)
+    with complete_or_absent(final) as partial:
+        made = make_gguf(context, name, variant, baseline.folder, partial)
+        found, source_note = made.found, baseline.manifest.source_note
+        settings = Made(found.targets, found.fallback, None, source_note, made.peak_memory_bytes)
+        facts = {"digest": digest, "weights": found.weights, "wall_s": made.wall_s, "note": found.note}
+        packages = {"llama.cpp": made.llama_cpp}
+        manifest = _write_manifest(context, model, name, partial, {**facts, **_facts(variant, settings)}, packages)
+    return Prepared(name, final, manifest)
+
+
+def _job(context: Context, model: Model, variant: LayerVariant, source: Path) -> dict[str, Any]:
     scheme = scheme_of(variant)
     job: dict[str, Any] = {
         "source": str(source), "method": variant.method, "dtype": compute_dtype(model.outline, context.machine),
@@ -228,7 +265,11 @@ def _facts(variant: Variant, made: Made) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write_manifest(context: Context, model: Model, name: str, folder: Path, facts: dict[str, Any]) -> Manifest:
+def _write_manifest(
+    context: Context, model: Model, name: str, folder: Path, facts: dict[str, Any],
+    packages: Mapping[str, str] = MappingProxyType({}),
+) -> Manifest:  # fmt: skip
+    """`packages`: what made it beside the runtime."""
     _readable(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = tuple(
@@ -238,7 +279,7 @@ def _write_manifest(context: Context, model: Model, name: str, folder: Path, fac
     manifest = Manifest(
         variant=name, model=source_text(context.recipe.model), revision=model.outline.revision,
         source_sha256=model.sha256, runtime="none" if linked else context.runtime.name,
-        packages={} if linked else dict(context.runtime.packages),
+        packages={} if linked else {**context.runtime.packages, **packages},
         qserve_version=__version__, threads=None if linked else context.threads, files=entries,
         created=time.strftime("%FT%TZ", time.gmtime()), **facts,
     )  # fmt: skip

@@ -3,11 +3,12 @@
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (version 2 and 3, little-endian).
 """
 
+import math
 import mmap
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qserve.errors import UsageError
@@ -36,6 +37,21 @@ FIELDS = {
 
 
 @dataclass(frozen=True)
+class GgufTensor:
+    """`shape`: as GGUF has it, the row width first. `start`: byte in the file. `kind`: "Q4_K"."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    size_bytes: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
 class GgufHeader:
     """`fields`: key -> number, text, short list, or the length of a long list. `elements`: of all tensors."""
 
@@ -43,6 +59,7 @@ class GgufHeader:
     weight_type: str  # of most weights: "Q4_1"
     elements: int
     tied: bool  # no output head of its own
+    tensors: tuple[GgufTensor, ...]
 
 
 @dataclass
@@ -84,18 +101,24 @@ def _header(path: Path, cursor: _Cursor) -> GgufHeader:
     for _ in range(pairs):
         key = cursor.text()
         fields[key] = _value(cursor, int(cursor.take("I")))
-    names, sizes = [], Counter[int]()
-    end = 0
-    for _ in range(tensors):
-        names.append(cursor.text())
-        shape = [cursor.count() for _ in range(int(cursor.take("I")))]
-        kind, offset = int(cursor.take("I")), cursor.count()
-        sizes[kind] += _product(shape)
-        end = max(end, offset + _size_bytes(kind, _product(shape)))
-    _check_whole(cursor, fields.get("general.alignment", ALIGNMENT_BYTES), end)
-    main = sizes.most_common(1)[0][0] if sizes else -1
-    name = TENSOR_TYPES[main][0] if main in TENSOR_TYPES else f"type {main}"
-    return GgufHeader(fields, name, sum(sizes.values()), "output.weight" not in names)
+    rows = [_row(cursor) for _ in range(tensors)]
+    start = _check_whole(cursor, fields.get("general.alignment", ALIGNMENT_BYTES), rows)
+    sizes = Counter[str]()
+    for tensor in rows:
+        sizes[tensor.kind] += tensor.elements
+    main = sizes.most_common(1)[0][0] if sizes else "no type"
+    placed = tuple(replace(tensor, start=start + tensor.start) for tensor in rows)
+    tied = "output.weight" not in {tensor.name for tensor in rows}
+    return GgufHeader(fields, main, sizes.total(), tied, placed)
+
+
+def _row(cursor: _Cursor) -> GgufTensor:
+    """One line of the table of tensors, its start still counted from the first weight."""
+    name = cursor.text()
+    shape = tuple(cursor.count() for _ in range(int(cursor.take("I"))))
+    kind, offset = int(cursor.take("I")), cursor.count()
+    known = TENSOR_TYPES[kind][0] if kind in TENSOR_TYPES else f"type {kind}"
+    return GgufTensor(name, known, shape, offset, _size_bytes(kind, math.prod(shape)))
 
 
 def _size_bytes(kind: int, elements: int) -> int:
@@ -104,13 +127,17 @@ def _size_bytes(kind: int, elements: int) -> int:
     return elements // block * block_bytes
 
 
-def _check_whole(cursor: _Cursor, alignment: object, weights_bytes: int) -> None:
-    """Whether the file reaches to the end of its last weight. The weights begin at a multiple of the alignment."""
+def _check_whole(cursor: _Cursor, alignment: object, tensors: Sequence[GgufTensor]) -> int:
+    """Whether the file reaches to the end of its last weight. Returns where the weights begin: at a multiple of the
+    alignment.
+    """
     if type(alignment) is not int or alignment < 1:
         raise ValueError(f"general.alignment is {alignment}")
-    end = -(-cursor.at // alignment) * alignment + weights_bytes
-    if weights_bytes and end > len(cursor.data):
+    start = -(-cursor.at // alignment) * alignment
+    end = start + max((tensor.start + tensor.size_bytes for tensor in tensors), default=0)
+    if end > max(start, len(cursor.data)):
         raise ValueError(f"its weights end at byte {end:,}, and it has {len(cursor.data):,}")
+    return start
 
 
 def _value(cursor: _Cursor, kind: int) -> object:
@@ -129,13 +156,6 @@ def _value(cursor: _Cursor, kind: int) -> object:
 
 def _unknown(kind: int) -> object:
     raise ValueError(f"unknown field type {kind}")
-
-
-def _product(shape: list[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def config_of(header: GgufHeader) -> dict[str, object]:

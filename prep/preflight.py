@@ -13,10 +13,15 @@ from qserve.errors import PreflightError
 from qserve.prep.schemes import FUSED, Scheme, bytes_per_weight, ignore_of, layer_names, matches, scheme_of, text_config
 from qserve.prep.shapes import fitting_group_sizes, linear_shapes
 from qserve.prep.source import Config, Outline
-from qserve.recipe import Awq, Fp8, Gptq, QuantizedVariant, Recipe
+from qserve.recipe import Awq, Fp8, Gguf, GgufType, Gptq, LayerVariant, QuantizedVariant, Recipe
 from qserve.workspace import Workspace, free_bytes
 
 CPU_KERNEL_MULTIPLE = 32  # vLLM's W4A16 kernel for CPUs: input and output widths
+K_BLOCK = 256  # elements of a block of GGUF's K types
+# Bits a weight of each GGUF type, in a model whose rows fit: https://github.com/ggml-org/llama.cpp/tree/master/tools/quantize
+GGUF_BITS: dict[GgufType, float] = {
+    "bf16": 16, "f16": 16, "q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.7, "q4_k_m": 4.9, "q4_0": 4.6,
+}  # fmt: skip
 SPARE_BYTES = 256 * 2**20
 # Copies of the hidden states that calibration holds at once: cached inputs, their successors, and for AWQ the
 # arguments and two outputs of the block that is being scaled.
@@ -27,6 +32,8 @@ def check_variant(name: str, variant: QuantizedVariant, config: Config, machine:
     """Shapes, kernels and fused layers of one variant. Raises PreflightError. Unknown shapes pass: the worker finds
     out.
     """
+    if isinstance(variant, Gguf):
+        return  # llama.cpp takes another type for rows that do not fit
     scheme = scheme_of(variant)
     ignore = ignore_of(variant, config)
     names = list(layer_names(config))
@@ -52,6 +59,12 @@ def kernel_notes(name: str, variant: QuantizedVariant, config: Config, machine: 
             wide = {kind: shape for kind, shape in linear_shapes(config).items() if shape[1] % 128 or shape[0] % 64}
             if wide:
                 yield f"{name}: {_listed(wide)} do not fit vLLM's Marlin kernel (128 in, 64 out): a slower one is used"
+        case Gguf(type="q8_0" | "bf16" | "f16" | "q4_0"):
+            return
+        case Gguf():
+            wide = {kind: shape for kind, shape in linear_shapes(config).items() if shape[1] % K_BLOCK}
+            if wide:
+                yield f"{name}: {_listed(wide)} are no multiple of {K_BLOCK} wide: llama.cpp takes larger types there"
         case Awq() | Gptq() | Fp8():
             return
         case _:
@@ -78,6 +91,8 @@ def check_memory(recipe: Recipe, outline: Outline, variants: Mapping[str, Quanti
         return
     width = 2 if compute_dtype(outline, machine) == "bfloat16" else 4
     for name, variant in variants.items():
+        if isinstance(variant, Gguf):
+            continue  # converted and rounded tensor by tensor
         weights = outline.bf16_bytes * width // 2
         samples = variant.samples or recipe.calibration.samples
         each = recipe.calibration.tokens * hidden * width * ACTIVATION_COPIES[variant.method]
@@ -105,6 +120,8 @@ def compute_dtype(outline: Outline, machine: Machine) -> str:
 def expected_bytes(outline: Outline, variant: QuantizedVariant) -> int:
     """About how large the variant's weights will be: embeddings stay in bfloat16, all else is packed."""
     assert outline.bf16_bytes is not None
+    if isinstance(variant, Gguf):  # and the unrounded file that it is made from
+        return int(outline.bf16_bytes * (1 + GGUF_BITS[variant.type] / 16))
     own = text_config(outline.config)
     vocab, hidden = own.get("vocab_size"), own.get("hidden_size")
     tables = 1 if outline.config.get("tie_word_embeddings") else 2
@@ -113,7 +130,7 @@ def expected_bytes(outline: Outline, variant: QuantizedVariant) -> int:
     return int(embedding + linear * bytes_per_weight(scheme_of(variant)))
 
 
-def _check_head(name: str, variant: QuantizedVariant, config: Config) -> None:
+def _check_head(name: str, variant: LayerVariant, config: Config) -> None:
     if config.get("tie_word_embeddings") and not any(matches(pattern, "lm_head") for pattern in variant.ignore):
         raise PreflightError(f"{name}: the output head shares its weights with the embedding; add lm_head to `ignore`")
 

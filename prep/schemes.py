@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from qserve.prep.shapes import linear_shapes
-from qserve.recipe import Awq, Fp8, Gptq, QuantizedVariant, gptq_group_size
+from qserve.recipe import Awq, Fp8, Gptq, LayerVariant, gptq_group_size
 
 Fields = dict[str, object]
 INT8_TOKEN: Fields = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
@@ -33,7 +33,7 @@ class Scheme:
     activations: Fields | None
 
 
-def scheme_of(variant: QuantizedVariant) -> Scheme:
+def scheme_of(variant: LayerVariant) -> Scheme:
     """The numbers behind a variant."""
     match variant:
         case Awq():
@@ -60,7 +60,7 @@ def _grouped(bits: int, group: int, symmetric: bool) -> Fields:
     return {"num_bits": bits, "type": "int", "strategy": "group", "group_size": group, "symmetric": symmetric}
 
 
-def ignore_of(variant: QuantizedVariant, config: Mapping[str, object]) -> tuple[str, ...]:
+def ignore_of(variant: LayerVariant, config: Mapping[str, object]) -> tuple[str, ...]:
     """The recipe's list, with the routers of a model of experts added."""
     own = text_config(config)
     experts = any(own.get(field) for field in EXPERT_FIELDS)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from qserve.artifacts import MANIFEST_NAME, Manifest
 from qserve.errors import DamagedFile, QserveError, UsageError, WorkerError
+from qserve.llama_cpp import check_llama_cpp_can_be_built
 from qserve.machine import look as look_at_machine
 from qserve.prep.checkpoint import Prepared, baseline_digest, build_baseline, build_variant, variant_digest
 from qserve.prep.context import Context
@@ -19,7 +20,7 @@ from qserve.prep.data import build_data, calibration_record, data_folder, read_p
 from qserve.prep.preflight import check_disk, check_memory, check_variant, kernel_notes
 from qserve.prep.schemes import scheme_of
 from qserve.prep.source import Model, Outline, look, open_model
-from qserve.recipe import BASELINE, PathSource, Recipe
+from qserve.recipe import BASELINE, Bf16, Gguf, PathSource, Recipe
 from qserve.uvrun import Say
 from qserve.workspace import Workspace
 
@@ -41,6 +42,8 @@ def prepare(
     outline = look(recipe, say)
     for name in names:
         check_variant(name, recipe.variants[name], outline.config, context.machine)
+    if any(isinstance(recipe.variants[name], Gguf) for name in names):
+        check_llama_cpp_can_be_built(context.machine.flavour)
     with workspace.only_one("prep"):
         model = open_model(recipe, outline, workspace)
         data = data_folder(recipe, model, workspace)
@@ -163,7 +166,7 @@ def _fits(context: Context, model: Model, found: Prepared, data: Path) -> bool:
         return False
     if manifest.settings != variant.model_dump(mode="json"):
         return False
-    if variant.method == "bf16" or not scheme_of(variant).calibrated:
+    if isinstance(variant, Bf16 | Gguf) or not scheme_of(variant).calibrated:
         return True
     if not _has_data(data) or manifest.calibration is None:
         return False

@@ -108,6 +108,7 @@ class Manifest(Artifact):
     revision: str | None  # commit of a Hub model
     source_sha256: str  # of the source's weight files
     source_note: str | None  # "weights came through GGUF Q4_1"
+    note: str | None = None  # what a reader of its figures should know
     calibration: DataRecord | None
     runtime: str  # "llmcompressor-cpu"
     packages: dict[str, str]  # versions in that runtime that matter
@@ -125,6 +126,8 @@ class Manifest(Artifact):
 # --- load ----------
 # How a server gives the log-probabilities of a text: vLLM's `prompt_logprobs`, or of one next token after another.
 Scoring = Literal["prompt_logprobs", "next_token"]
+# Which wishes beyond OpenAI's API a server understands: an answer of fixed length, and running token counts.
+Dialect = Literal["vllm", "llama.cpp"]
 
 
 class Counters(Frozen):
@@ -286,6 +289,7 @@ class VariantResult(Frozen):
     label: str
     status: Literal["measured", "failed", "not faithful", "not servable"]  # the last: no kernel for it here
     problem: str | None = None
+    note: str | None = None  # what a reader should know of the checkpoint
     bits_per_parameter: float | None = None
     layers: int | None = None
     layers_fallback: int | None = None

@@ -104,7 +104,8 @@ def _engines(inputs: Inputs, config: Mapping[str, object]) -> tuple[tuple[Engine
     gpu = (inputs.machine.gpu_memory_bytes or 0) * inputs.recipe.serving.tensor_parallel
 
     def opened(servers: int) -> tuple[Engine, ...]:
-        setting = Setting(inputs.recipe.serving, config, inputs.machine, Room(servers, free, weights))
+        room, most = Room(servers, free, weights), max(inputs.recipe.bench.concurrency)
+        setting = Setting(inputs.recipe.serving, config, inputs.machine, room, most)
         return tuple(open_engine(installed, setting) for installed in inputs.engines)
 
     if inputs.machine.flavour == "cpu" or 2 * (1.2 * weights + 3 * GIB) <= 0.9 * gpu:
@@ -116,14 +117,18 @@ def _engines(inputs: Inputs, config: Mapping[str, object]) -> tuple[tuple[Engine
 
 
 def _arms(inputs: Inputs, engines: tuple[Engine, ...]) -> tuple[Arm, ...]:
-    """Every checkpoint under the first engine; under each further one, those that it can serve."""
-    first, *others = engines
-    arms = [Arm(p.variant, p, first) for p in inputs.prepared]
-    for engine in others:
-        for p in inputs.prepared:
-            if engine.unservable(inputs.recipe.variant(p.variant)) is None:
-                arms.append(Arm(f"{p.variant}@{engine.name}", p, engine))
-    return tuple(arms)
+    """The baseline under the first engine; every other checkpoint under each engine that can serve it, and under the
+    first where none can, to say why."""
+
+    def able(p: Prepared) -> list[Engine]:
+        return [engine for engine in engines if engine.unservable(inputs.recipe.variant(p.variant)) is None]
+
+    first = engines[0]
+    baseline, *others = inputs.prepared
+    pairs = [(baseline, first)]
+    pairs += [(p, first) for p in others if first in able(p) or not able(p)]
+    pairs += [(p, engine) for engine in engines[1:] for p in others if engine in able(p)]
+    return tuple(Arm(p.variant if e is first else f"{p.variant}@{e.name}", p, e) for p, e in pairs)
 
 
 def _run_folder(inputs: Inputs, engines: tuple[Engine, ...]) -> Path:

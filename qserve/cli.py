@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qserve.app import OnlyOption, PythonOption, RecipeArgument, WorkspaceOption, app, say
-from qserve.errors import LoadError, PreflightError, ServerError
+from qserve.errors import LoadError, ServerError
 
 if TYPE_CHECKING:
     from qserve.prep.checkpoint import Prepared
-    from qserve.recipe import Recipe
+    from qserve.recipe import EngineName, Recipe
     from qserve.serve.engine import Engine
 
 
@@ -70,6 +70,10 @@ def bench(
     recipe: RecipeArgument = None,
     only: OnlyOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="A smoke run: every step once, no figure to keep.")] = False,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option("--engine", help="vllm or llama-server; may be given again. The first one serves bf16."),
+    ] = None,
     workspace: WorkspaceOption = None,
 ) -> None:
     """Measure every checkpoint beside bf16.
@@ -77,7 +81,7 @@ def bench(
     Each one is served; quality, memory, throughput and latency go into a report.
     """
     from qserve.bench import quick_recipe, run_bench
-    from qserve.engines import install_engine
+    from qserve.engines import choose_engines, install_engine
     from qserve.eval.findings import findings
     from qserve.eval.report import read_report
     from qserve.machine import look
@@ -89,11 +93,13 @@ def bench(
 
     path, space, machine = find_recipe(recipe), open_workspace(workspace), look()
     parsed = load_recipe(path)
-    prepared = find_prepared(parsed, space, _only(parsed, only))
+    names = _only(parsed, only)
+    engines = choose_engines(engine or (), parsed, names)
+    prepared = find_prepared(parsed, space, names)
     inputs = Inputs(
         recipe=quick_recipe(parsed) if quick else parsed, recipe_file=path, workspace=space, prepared=prepared,
         data=ensure_data(parsed, space, say), machine=machine,
-        engines=(install_engine(parsed.serving.engine, parsed.serving, say),),
+        engines=tuple(install_engine(name, parsed.serving, say) for name in engines),
         reference=ensure_runtime("llmcompressor", machine.flavour, say), quick=quick, say=say,
     )  # fmt: skip
     run = run_bench(inputs)
@@ -107,13 +113,17 @@ def serve(
     recipe: Annotated[str | None, typer.Option("--recipe", help="Recipe file or name.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 8000,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="vllm or llama-server; default: one that reads the variant.")
+    ] = None,
     workspace: WorkspaceOption = None,
     python: PythonOption = None,
 ) -> None:
     """Serve one checkpoint until Ctrl-C.
 
-    Under vLLM: OpenAI API with streaming, /health, /metrics.
+    OpenAI API with streaming, /health, /metrics.
     """
+    from qserve.engines import engine_for
     from qserve.prep.stage import find_prepared
     from qserve.recipe import find_recipe, load_recipe
     from qserve.serve import server
@@ -125,13 +135,13 @@ def serve(
     at = (host, server.free_port(host, port))
     subject = parsed.variant(variant)
     prepared = find_prepared(parsed, space, () if variant == "bf16" else (variant,))[-1]
-    engine = _open_alone(parsed, prepared, python)
-    launch = engine.launch(Subject(variant, prepared.folder, subject), at)
+    opened = _open_alone(parsed, prepared, engine_for(subject, engine, parsed), python)
+    launch = opened.launch(Subject(variant, prepared.folder, subject), at)
     log = space.root / "servers" / f"{variant}-{at[1]}.log"
-    say(f"starting {engine.name} for {variant} ({prepared.manifest.label}); log: {log}")
+    say(f"starting {opened.name} for {variant} ({prepared.manifest.label}); log: {log}")
     with server.running(launch, log, say) as live:
-        facts = engine.facts(live, log.name)
-        memory = engine.memory(live, prepared.manifest.weights.total_bytes, None)
+        facts = opened.facts(live, log.name)
+        memory = opened.memory(live, prepared.manifest.weights.total_bytes, None)
         (log.with_suffix(".json")).write_text(
             f"[{facts.model_dump_json(indent=1)},\n{memory.model_dump_json(indent=1)}]\n"
         )
@@ -142,7 +152,7 @@ def serve(
     say("stopped")
 
 
-def _open_alone(recipe: "Recipe", prepared: "Prepared", python: Path | None) -> "Engine":
+def _open_alone(recipe: "Recipe", prepared: "Prepared", name: "EngineName", python: Path | None) -> "Engine":
     """The engine for one server with the machine to itself."""
     from qserve.engines import install_engine, open_engine
     from qserve.machine import available_bytes, look
@@ -151,11 +161,8 @@ def _open_alone(recipe: "Recipe", prepared: "Prepared", python: Path | None) -> 
 
     serving = recipe.serving.model_copy(update={"python": python or recipe.serving.python})
     room = Room(1, available_bytes(), prepared.manifest.weights.total_bytes)
-    setting = Setting(serving, read_config(prepared.folder), look(), room)
-    engine = open_engine(install_engine(serving.engine, serving, say), setting)
-    if reason := engine.unservable(recipe.variant(prepared.variant)):
-        raise PreflightError(f"{prepared.variant} cannot be served here: {reason}")
-    return engine
+    setting = Setting(serving, read_config(prepared.folder), look(), room, max(recipe.bench.concurrency))
+    return open_engine(install_engine(name, serving, say), setting)
 
 
 def _until_stopped(live: Any) -> None:
@@ -234,11 +241,11 @@ def init(
 @app.command()
 def runtimes(
     action: Annotated[RuntimeAction, typer.Argument(help="What to do.")] = RuntimeAction.list,
-    name: Annotated[str | None, typer.Argument(help="llmcompressor or vllm; default: both.")] = None,
+    name: Annotated[str | None, typer.Argument(help="llmcompressor, vllm or llama.cpp; default: all.")] = None,
 ) -> None:
     """Manage the environments of the heavy stacks.
 
-    List, build, check or remove those of llm-compressor and vLLM.
+    List, build, check or remove those of llm-compressor and vLLM, and the build of llama.cpp.
     """
     from qserve.runtimes import runtimes_command
 

@@ -1,19 +1,22 @@
 """The serving engines there are: which program each needs, and how it is opened for a model on this machine.
 
+choose_engines    which ones a run uses, checked against what they can serve
 install_engine    its program, found or built, and checked: before any work
 open_engine       the engine, its settings chosen
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import assert_never
+from typing import assert_never, cast, get_args
 
+from qserve.errors import PreflightError, UsageError
+from qserve.llama_cpp import adopt_llama_server, ensure_llama_cpp
 from qserve.machine import look
-from qserve.recipe import EngineName, Serving
+from qserve.recipe import BASELINE, EngineName, Gguf, Recipe, Serving, Variant
 from qserve.runtimes import ensure_runtime
+from qserve.serve import llama_server, transformers_loop, vllm
 from qserve.serve.engine import Engine, Setting
-from qserve.serve.transformers_loop import open_loop
-from qserve.serve.vllm import open_vllm
 from qserve.uvrun import Say
 
 
@@ -24,6 +27,54 @@ class Installed:
     name: EngineName
     program: Path  # a Python with the engine in it, or the engine's own executable
     digest: str
+
+
+def engine_name(text: str) -> EngineName:
+    """Raises UsageError, with the names there are, for another word."""
+    for name in get_args(EngineName):
+        if text == name:
+            return cast(EngineName, name)
+    raise UsageError(f"no engine {text!r}; there are {', '.join(get_args(EngineName))}")
+
+
+def choose_engines(asked: Sequence[str], recipe: Recipe, names: Sequence[str]) -> tuple[EngineName, ...]:
+    """The engines of a run over these variants. The first one serves the baseline. With none asked for: the recipe's,
+    and llama-server where there are GGUF variants.
+
+    Raises:
+        UsageError: a word that is no engine, or the first one cannot serve the baseline.
+    """
+    chosen = [engine_name(text) for text in asked] or [recipe.serving.engine]
+    if not asked and any(isinstance(recipe.variant(name), Gguf) for name in names):
+        chosen.append("llama-server")
+    if reason := unservable(chosen[0], recipe.variant(BASELINE)):
+        raise UsageError(f"{reason}: name it first, since every variant is held against the {BASELINE} baseline")
+    return tuple(dict.fromkeys(chosen))
+
+
+def engine_for(variant: Variant, asked: str | None, recipe: Recipe) -> EngineName:
+    """The engine for one variant: the one asked for, else one that reads its format.
+
+    Raises:
+        PreflightError: the one asked for cannot serve it.
+    """
+    own: EngineName = "llama-server" if isinstance(variant, Gguf) else recipe.serving.engine
+    name = engine_name(asked) if asked else own
+    if reason := unservable(name, variant):
+        raise PreflightError(reason)
+    return name
+
+
+def unservable(name: EngineName, variant: Variant) -> str | None:
+    """Why an engine cannot serve this format on this machine, known without its program; None where it can."""
+    match name:
+        case "vllm":
+            return vllm.unservable(variant, look())
+        case "llama-server":
+            return llama_server.unservable(variant)
+        case "transformers" | "pipeline":
+            return transformers_loop.unservable(variant)
+    assert_never(name)
 
 
 def install_engine(name: EngineName, serving: Serving, say: Say) -> Installed:
@@ -39,6 +90,11 @@ def install_engine(name: EngineName, serving: Serving, say: Say) -> Installed:
         case "transformers" | "pipeline":
             runtime = ensure_runtime("llmcompressor", look().flavour, say, serving.python)
             return Installed(name, runtime.python, runtime.digest)
+        case "llama-server" if serving.llama_server is not None:
+            return Installed(name, *adopt_llama_server(serving.llama_server))
+        case "llama-server":
+            made = ensure_llama_cpp(look().flavour, say)
+            return Installed(name, made.server, made.digest)
     assert_never(name)
 
 
@@ -50,7 +106,9 @@ def open_engine(installed: Installed, setting: Setting) -> Engine:
     """
     match installed.name:
         case "vllm":
-            return open_vllm(installed.program, installed.digest, setting)
+            return vllm.open_vllm(installed.program, installed.digest, setting)
         case "transformers" | "pipeline":
-            return open_loop(installed.name, installed.program, installed.digest, setting)
+            return transformers_loop.open_loop(installed.name, installed.program, installed.digest, setting)
+        case "llama-server":
+            return llama_server.open_llama_server(installed.program, installed.digest, setting)
     assert_never(installed.name)

@@ -55,6 +55,12 @@ def _quota(limit: Path) -> int | None:
     return max(int(words[0]) // int(words[1]), 1) if len(words) == 2 and words[0].isdigit() else None
 
 
+def instruction_sets() -> tuple[str, ...]:
+    """All that a compiler may use when it compiles for this very CPU: vector, matrix and bit instructions."""
+    kinds = ("avx", "amx", "sse", "ssse", "fma", "f16c", "bmi", "asimd", "sve", "sme", "i8mm", "bf16", "fphp")
+    return tuple(sorted(flag for flag in _cpu()[1] - {"smep"} if flag.startswith(kinds)))
+
+
 def _cpu() -> tuple[str, frozenset[str]]:
     info = Path("/proc/cpuinfo")
     if not info.exists():

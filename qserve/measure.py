@@ -219,7 +219,7 @@ def _made(context: Context, arm: Arm) -> dict[str, object]:
     return {
         "bits_per_parameter": manifest.weights.bits_per_parameter, "layers": manifest.layers,
         "layers_fallback": len(manifest.layers_fallback), "prep_s": manifest.wall_s,
-        "offline_perplexity": reference.perplexity() if reference else None,
+        "note": manifest.note, "offline_perplexity": reference.perplexity() if reference else None,
     }  # fmt: skip
 
 

@@ -149,14 +149,25 @@ class Fp8(Frozen):
     samples: int | None = Field(None, ge=1)
 
 
+GgufType = Literal["bf16", "f16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0"]
+
+
+class Gguf(Frozen):
+    """A GGUF file of llama.cpp, rounded without calibration; embeddings are quantized as well."""
+
+    method: Literal["gguf"]
+    type: GgufType
+
+
 class Bf16(Frozen):
     """The baseline. Always there, always first; a recipe does not list it."""
 
     method: Literal["bf16"] = "bf16"
 
 
-QuantizedVariant = Annotated[Awq | Gptq | Fp8, Field(discriminator="method")]
-Variant = Bf16 | Awq | Gptq | Fp8
+LayerVariant = Awq | Gptq | Fp8  # linear layers are quantized, in safetensors
+QuantizedVariant = Annotated[LayerVariant | Gguf, Field(discriminator="method")]
+Variant = Bf16 | LayerVariant | Gguf
 BASELINE = "bf16"
 
 
@@ -173,6 +184,8 @@ def scheme_label(variant: Variant) -> str:
             return f"GPTQ W{variant.bits}A16 g{gptq_group_size(variant)}"
         case Fp8():
             return f"FP8 {variant.activations}"
+        case Gguf():
+            return f"GGUF {variant.type.upper()}"
 
 
 def gptq_group_size(variant: Gptq) -> int:
@@ -185,7 +198,7 @@ def _on_off(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-EngineName = Literal["vllm", "transformers", "pipeline"]
+EngineName = Literal["vllm", "llama-server", "transformers", "pipeline"]
 
 
 class Serving(Frozen):
@@ -199,8 +212,9 @@ class Serving(Frozen):
     # torch.compile; YAML reads a bare on or off as true or false
     compile: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_off)] = "auto"
     kv_cache_gib: int | None = Field(None, ge=1)  # on a CPU, whole GiB; None: fitted to the machine
-    extra_args: tuple[str, ...] = ()
+    extra_args: tuple[str, ...] = ()  # of `engine`; another engine of the same run does not get them
     python: Path | None = None  # an environment of your own with vLLM in it, instead of the managed one
+    llama_server: str | None = None  # a program of your own, by path or by its name on PATH, instead of the managed one
     start_timeout_s: float = Field(1800, gt=0)
 
 
@@ -336,7 +350,7 @@ def _lines(node: yaml.Node, at: tuple[object, ...] = ()) -> Iterator[tuple[tuple
 
 def _explain(path: Path, lines: Mapping[tuple[object, ...], int], item: dict[str, Any]) -> str:
     """One sentence for one pydantic error, with the line of the nearest field that is in the file."""
-    field = [part for part in item["loc"] if part not in ("awq", "gptq", "fp8") or (part,) == item["loc"][-1:]]
+    field = [part for part in item["loc"] if part not in ("awq", "gptq", "fp8", "gguf") or (part,) == item["loc"][-1:]]
     loc = tuple(field)
     if len(item["loc"]) >= 3 and item["loc"][0] == "variants":  # drop the union's tag: variants, name, tag, field
         loc = (*item["loc"][:2], *item["loc"][3:])
@@ -353,7 +367,7 @@ def _known_fields(loc: tuple[object, ...]) -> Iterator[str]:
     """Field names that the mapping around `loc` accepts."""
     models: dict[str, tuple[type[Frozen], ...]] = {
         "calibration": (Calibration,), "serving": (Serving,), "bench": (Bench,), "quality": (Quality,),
-        "dataset": (Dataset,), "variants": (Awq, Gptq, Fp8),
+        "dataset": (Dataset,), "variants": (Awq, Gptq, Fp8, Gguf),
     }  # fmt: skip
     parents = [str(part) for part in loc[:-1]]
     owner = next((models[p] for p in reversed(parents) if p in models), (Recipe,))

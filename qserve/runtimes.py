@@ -5,28 +5,26 @@ is complete or absent. It lies in <cache>/runtimes/<name>-<digest>, named by a d
 makes a new runtime, and the old one is stale.
 """
 
-import json
 import os
 import platform
 import shutil
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
+from qserve import llama_cpp
+from qserve.built import STATE_NAME, Thing, build_once, read_state
 from qserve.errors import RuntimeBuildError, UsageError
 from qserve.machine import look
 from qserve.packages import fetch_package_file as fetch_package_file
 from qserve.runtime_spec import FLAVOURS, NAMES, Flavour, RuntimeName, Spec, Unfit, check, runtimes_root, spec_of
-from qserve.uvrun import Build, Say, building, failure, install, need_disk, run_uv
+from qserve.uvrun import Build, Say, building, failure, install, run_uv
 from qserve.workspace import digest_of
-
-STATE_NAME = "runtime.json"
 
 
 @dataclass(frozen=True)
@@ -49,18 +47,6 @@ class RuntimeInfo:
     size_bytes: int
     built: str  # ISO 8601, UTC
     status: Literal["current", "stale"]
-
-
-@dataclass(frozen=True)
-class State:
-    """runtime.json: written last, so its presence means complete."""
-
-    name: str
-    digest: str
-    packages: dict[str, str]
-    size_bytes: int
-    built: str
-    build_s: float
 
 
 def ensure_runtime(name: RuntimeName, flavour: Flavour, say: Say, own_python: Path | None = None) -> Runtime:
@@ -118,11 +104,12 @@ def check_runtime(name: RuntimeName, flavour: Flavour) -> Runtime | None:
 def list_runtimes() -> tuple[RuntimeInfo, ...]:
     """Every finished runtime in the cache, by name."""
     current = {spec_of(name, flavour).folder.name for name in NAMES for flavour in FLAVOURS}
+    current |= {llama_cpp.thing_of(flavour).folder.name for flavour in FLAVOURS}
     infos = []
     for path in sorted(runtimes_root().glob(f"*/{STATE_NAME}")):
         folder = path.parent
-        if not folder.name.endswith(".partial"):
-            state = _read_state(path)
+        state = read_state(folder)
+        if state is not None and not folder.name.endswith(".partial"):
             status: Literal["current", "stale"] = "current" if folder.name in current else "stale"
             infos.append(RuntimeInfo(state.name, state.digest, folder, state.size_bytes, state.built, status))
     return tuple(infos)
@@ -151,8 +138,8 @@ def remove_runtime(name: str, digest: str | None = None) -> tuple[RuntimeInfo, .
 
 def runtimes_command(action: str, name: str | None, say: Say) -> Iterator[str]:
     """`qserve runtimes list|build|check|remove [llmcompressor|vllm]`, for this machine's flavour: lines to print."""
-    if name is not None and name not in NAMES:
-        raise UsageError(f"no runtime {name!r}; there are {', '.join(NAMES)}")
+    if name is not None and name not in (*NAMES, llama_cpp.NAME):
+        raise UsageError(f"no runtime {name!r}; there are {', '.join((*NAMES, llama_cpp.NAME))}")
     flavour, names = look().flavour, [known for known in NAMES if name in (None, known)]
     match action:
         case "list":
@@ -163,10 +150,14 @@ def runtimes_command(action: str, name: str | None, say: Say) -> Iterator[str]:
         case "build":
             for known in names:
                 yield _versions(ensure_runtime(known, flavour, say))
+            if name == llama_cpp.NAME:
+                yield llama_cpp.ensure_llama_cpp(flavour, say).line
         case "check":
             for known in names:
                 checked = check_runtime(known, flavour)
                 yield f"works: {_versions(checked)}" if checked else f"{known}-{flavour}: not built"
+            if name in (None, llama_cpp.NAME):
+                yield llama_cpp.check_llama_cpp(flavour)
         case "remove":
             doomed = {info.name for info in list_runtimes() if name is None or info.name.startswith(f"{name}-")}
             for label in sorted(doomed):
@@ -178,33 +169,18 @@ def runtimes_command(action: str, name: str | None, say: Say) -> Iterator[str]:
 # --- building ----------
 def _complete(spec: Spec) -> Runtime | None:
     """The finished runtime, or None. Reads one small file; a Python that was removed from the system makes it None."""
-    folder = spec.folder
-    python = folder / "bin" / "python"
-    if not (folder / STATE_NAME).is_file() or not python.exists():
+    python = spec.folder / "bin" / "python"
+    state = read_state(spec.folder)
+    if state is None or not python.exists():
         return None
-    state = _read_state(folder / STATE_NAME)
     return Runtime(state.name, python, state.digest, state.packages)
 
 
 def _build(spec: Spec, build: Build) -> Runtime:
-    """Build under a temporary name, check, write the state, rename. A failure of any kind leaves nothing."""
-    need_disk(runtimes_root(), spec.need_bytes, build.label)
-    partial = spec.folder.with_name(spec.folder.name + ".partial")
-    started = time.monotonic()
-    shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed
-    try:
-        packages = _fill(spec, build, partial)
-        built = time.strftime("%FT%TZ", time.gmtime())
-        state = State(spec.name, spec.digest, packages, _size(partial), built, round(time.monotonic() - started, 1))
-        (partial / STATE_NAME).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
-        os.sync()  # the name must not stand before its contents do
-        shutil.rmtree(spec.folder, ignore_errors=True)  # one whose Python is gone
-        partial.rename(spec.folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    build.say(f"built {build.label} in {state.build_s:.0f} s ({state.size_bytes / 1e9:.1f} GB)")
-    return Runtime(state.name, spec.folder / "bin" / "python", state.digest, packages)
+    """Build it, complete or absent."""
+    thing = Thing(spec.name, spec.digest, spec.folder, spec.need_bytes)
+    state = build_once(thing, build, lambda partial: _fill(spec, build, partial))
+    return Runtime(state.name, spec.folder / "bin" / "python", state.digest, state.packages)
 
 
 def _fill(spec: Spec, build: Build, partial: Path) -> dict[str, str]:
@@ -232,15 +208,6 @@ def install_arguments(spec: Spec, python: Path) -> list[str]:
 
 
 # --- small things ----------
-def _read_state(path: Path) -> State:
-    return State(**json.loads(path.read_text(encoding="utf-8")))
-
-
-def _size(folder: Path) -> int:
-    """Bytes of the files under `folder`. Hard links to uv's cache count: they are the runtime's as much."""
-    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 def _user_of(folder: Path) -> int | None:
     """Process id of something that runs from this environment."""
     for process in psutil.process_iter(["cmdline"]):

@@ -111,17 +111,23 @@ def lacks_cpu_torch(output: str) -> bool:
 
 
 def run_uv(build: Build, arguments: Sequence[str]) -> tuple[int, str]:
-    """Run uv to its end. Returns (exit code, its output); the log keeps all. Leaves no process behind."""
+    """Run uv to its end. Returns (exit code, its output)."""
+    return run_logged(build, [uv.find_uv_bin(), *arguments])
+
+
+def run_logged(build: Build, command: Sequence[str]) -> tuple[int, str]:
+    """Run a step to its end. Returns (exit code, its output); the log keeps all. Leaves no process behind."""
+    name = Path(command[0]).name
     with build.log.open("a+", encoding="utf-8", errors="replace") as log:
-        log.write(f"\n=== {time.strftime('%F %T')} uv {' '.join(arguments)}\n")
+        log.write(f"\n=== {time.strftime('%F %T')} {name} {' '.join(command[1:])}\n")
         log.flush()
         start = log.tell()
         process = subprocess.Popen(
-            [uv.find_uv_bin(), *arguments], cwd=build.log.parent, env={**os.environ, **build.settings.env},
+            command, cwd=build.log.parent, env={**os.environ, **build.settings.env},
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(build.lock_fd,),
         )  # fmt: skip
         try:
-            _follow(process, build, start)
+            _follow(process, build, start, name)
         finally:
             if process.poll() is None:
                 kill_group(process.pid)
@@ -130,8 +136,8 @@ def run_uv(build: Build, arguments: Sequence[str]) -> tuple[int, str]:
         return process.returncode, log.read()
 
 
-def _follow(process: subprocess.Popen[bytes], build: Build, start: int) -> None:
-    """Say uv's newest line every few seconds until it ends."""
+def _follow(process: subprocess.Popen[bytes], build: Build, start: int, name: str) -> None:
+    """Say its newest line every few seconds until it ends."""
     begun = said = time.monotonic()
     while process.poll() is None:
         time.sleep(0.1)
@@ -141,7 +147,7 @@ def _follow(process: subprocess.Popen[bytes], build: Build, start: int) -> None:
                 file.seek(start)
                 lines = file.read().decode(errors="replace").split("\n")
             newest = next((line.strip() for line in reversed(lines) if line.strip()), "resolving")
-            build.say(f"building {build.label} (uv): {said - begun:.0f} s, {newest}")
+            build.say(f"building {build.label} ({name}): {said - begun:.0f} s, {newest[:90]}")
 
 
 def failure(label: str, output: str, log: Path) -> str:

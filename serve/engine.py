@@ -24,12 +24,14 @@ class Room:
 
 @dataclass(frozen=True)
 class Setting:
-    """What an engine chooses its settings from. `config`: the config.json of the baseline."""
+    """What an engine chooses its settings from. `config`: the config.json of the baseline. `concurrency`: the most
+    requests at once that are to be expected."""
 
     serving: Serving
     config: Mapping[str, object]
     machine: Machine
     room: Room
+    concurrency: int
 
 
 @dataclass(frozen=True)

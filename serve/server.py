@@ -26,7 +26,7 @@ from typing import TypeVar
 import httpx
 import psutil
 
-from qserve.artifacts import Counters, Scoring
+from qserve.artifacts import Counters, Dialect, Scoring
 from qserve.errors import ServerError, UsageError
 from qserve.jobs import die_with_parent, group_members, kill_group
 
@@ -47,8 +47,10 @@ class Launch:
     model: str  # the id that /v1/models must show
     timeout_s: float = 1800  # to become ready
     silence_s: float = 600  # without log output or CPU time, it hangs
-    counters: Mapping[str, str] = field(default_factory=dict)  # field of Counters -> what /metrics calls it
+    # field of Counters -> what /metrics calls it; of several names the sum
+    counters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scoring: Scoring | None = None
+    dialect: Dialect = "vllm"
 
     @property
     def url(self) -> str:
@@ -79,6 +81,10 @@ class Server:
     def scoring(self) -> Scoring | None:
         return self.launch.scoring
 
+    @property
+    def dialect(self) -> Dialect:
+        return self.launch.dialect
+
     def log_text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
@@ -100,7 +106,10 @@ class Server:
     def counters(self) -> Counters:
         """What the server counts of its own, in the same words for every engine."""
         found = self.metrics() if self.launch.counters else {}
-        return Counters(**{ours: found.get(theirs) for ours, theirs in self.launch.counters.items()})
+        known = {ours: [found.get(name) for name in theirs] for ours, theirs in self.launch.counters.items()}
+        return Counters(
+            **{ours: sum(v for v in values if v is not None) for ours, values in known.items() if None not in values}
+        )
 
     def metrics(self) -> dict[str, float]:
         """The counters and gauges of /metrics, summed over labels; empty if the server has none."""

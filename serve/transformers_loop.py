@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from qserve.artifacts import Memory, ServerFacts
-from qserve.recipe import Variant
+from qserve.recipe import Gguf, Variant
 from qserve.serve.engine import Setting, Subject
 from qserve.serve.kv_cache import context_length
 from qserve.serve.server import Launch, Server
@@ -52,8 +52,7 @@ class TransformersLoop:
         return f"{self.runtime} {self.name} {self.device} {self.dtype} {self.context} {self.threads}"
 
     def unservable(self, variant: Variant) -> str | None:
-        """Nothing: transformers computes every format that qserve writes, if need be by expanding it."""
-        return None
+        return unservable(variant)
 
     def launch(self, subject: Subject, at: tuple[str, int]) -> Launch:
         host, port = at
@@ -82,6 +81,13 @@ class TransformersLoop:
             disk_bytes=disk_bytes, loaded_bytes=said and said.loaded_bytes, kv_capacity_tokens=None, kv_bytes=None,
             peak_bytes=peak_bytes,
         )  # fmt: skip
+
+
+def unservable(variant: Variant) -> str | None:
+    """transformers computes every safetensors format that qserve writes, if need be by expanding it."""
+    if isinstance(variant, Gguf):
+        return "transformers would serve the expanded weights of a GGUF file, not the file; use --engine llama-server"
+    return None
 
 
 def open_loop(name: LoopName, python: Path, runtime: str, setting: Setting) -> TransformersLoop:

@@ -18,15 +18,15 @@ from typing import Literal, assert_never
 from qserve.artifacts import Machine, Memory, ServerFacts
 from qserve.errors import PreflightError
 from qserve.machine import core_ids
-from qserve.recipe import Awq, Bf16, Fp8, Gptq, Serving, Variant
+from qserve.recipe import Awq, Bf16, Fp8, Gguf, Gptq, Serving, Variant
 from qserve.serve.engine import Room, Setting, Subject
 from qserve.serve.kv_cache import GIB, context_length, kv_bytes_per_token
 from qserve.serve.server import Launch, Server
 
 # what its counters are called in /metrics
 COUNTERS = {
-    "running": "vllm:num_requests_running", "waiting": "vllm:num_requests_waiting",
-    "prefix_queries": "vllm:prefix_cache_queries_total", "prefix_hits": "vllm:prefix_cache_hits_total",
+    "running": ("vllm:num_requests_running",), "waiting": ("vllm:num_requests_waiting",),
+    "prefix_queries": ("vllm:prefix_cache_queries_total",), "prefix_hits": ("vllm:prefix_cache_hits_total",),
 }  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def choose_settings(serving: Serving, config: Mapping[str, object], machine: Mac
         tensor_parallel=serving.tensor_parallel,
         threads=() if cuda else core_ids(),
         max_logprobs=1024,
-        extra_args=serving.extra_args,
+        extra_args=serving.extra_args if serving.engine == "vllm" else (),
         start_timeout_s=serving.start_timeout_s,
     )
 
@@ -181,6 +181,8 @@ def unservable(variant: Variant, machine: Machine) -> str | None:
             )
         case Gptq(activations="none", bits=8) if machine.flavour == "cpu":
             return "vLLM's CPU kernel takes 4-bit weights only; use bits: 4, or activations: int8"
+        case Gguf():
+            return "vLLM's builds here read no GGUF files; use --engine llama-server"
         case Bf16() | Awq() | Gptq() | Fp8():
             return None
     assert_never(variant)
