@@ -41,7 +41,7 @@ def interval(item: Ratio) -> str:
 def estimate(item: Estimate | None, scale: float = 1.0, unit: str = "") -> str:
     """`6.25 ± 0.31`: as many decimals as the standard error can carry, and three digits of the value at least, since
     variants are compared with each other on the same text. A missing error is said, not hidden."""
-    if item is None:
+    if item is None or not math.isfinite(item.value):
         return UNKNOWN
     value = item.value * scale
     if item.se is None:

@@ -115,7 +115,7 @@ def _fill_baseline(context: Context, model: Model, out: Path) -> Made:
     _carry(model.carried, model.path, out)
     if conversion == "link":
         for path in (*weight_files(model.path), *model.path.glob(INDEX)):
-            _link(path.resolve(), out / path.name)
+            link(path.resolve(), out / path.name)
         shutil.copyfile(model.path / "config.json", out / "config.json")
         return Made(note=note)
     return _cast(context, model, out)
@@ -248,7 +248,7 @@ def _carry(files: Iterable[Path], root: Path, out: Path) -> None:
         shutil.copyfile(path, out / inside)
 
 
-def _link(source: Path, target: Path) -> None:
+def link(source: Path, target: Path) -> None:
     """A hard link costs no disk; across file systems, a copy."""
     try:
         os.link(source, target)
@@ -281,7 +281,8 @@ def _write_manifest(
         source_sha256=model.sha256, runtime="none" if linked else context.runtime.name,
         packages={} if linked else {**context.runtime.packages, **packages},
         qserve_version=__version__, threads=None if linked else context.threads, files=entries,
-        created=time.strftime("%FT%TZ", time.gmtime()), **facts,
+        created=time.strftime("%FT%TZ", time.gmtime()), licence=model.outline.licence,
+        base_model=model.outline.base_model, **facts,
     )  # fmt: skip
     manifest.write(folder / MANIFEST_NAME)
     return manifest

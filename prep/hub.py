@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, ModelInfo, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -16,7 +16,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from qserve.artifacts import Licence
 from qserve.errors import UsageError
+from qserve.prep.licence import licence_of_metadata
 
 # Weights as safetensors, and the small files that make a checkpoint whole. No pickles, no other framework's weights.
 FILES = (
@@ -34,6 +36,7 @@ class Commit:
     revision: str
     config: Path
     weight_bytes: int | None
+    licence: Licence | None = None  # None: the Hub was not asked, or names none
 
 
 def find_commit(repo: str, revision: str | None) -> Commit:
@@ -51,7 +54,14 @@ def find_commit(repo: str, revision: str | None) -> Commit:
     sizes = [file.size for file in info.siblings or () if file.rfilename.endswith(".safetensors")]
     if not sizes:
         raise UsageError(f"{repo} has no safetensors weights; choose a model that has (or a local .gguf file)")
-    return Commit(repo, config.parent.name, config, None if None in sizes else sum(size or 0 for size in sizes))
+    weight_bytes = None if None in sizes else sum(size or 0 for size in sizes)
+    return Commit(repo, config.parent.name, config, weight_bytes, licence_of(info))
+
+
+def licence_of(info: ModelInfo) -> Licence | None:
+    """As the model's card names it."""
+    fields: dict[str, object] = info.card_data.to_dict() if info.card_data else {}  # type: ignore[no-untyped-call]
+    return licence_of_metadata(fields)
 
 
 def fetch_files(repo: str, revision: str) -> Path:

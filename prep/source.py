@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from qserve.artifacts import Licence
 from qserve.errors import UsageError
 from qserve.prep.gguf import GgufHeader, config_of, read_gguf
 from qserve.prep.headers import read_folder, weight_files
+from qserve.prep.licence import hub_id_of_gguf, licence_of_folder, licence_of_gguf
 from qserve.recipe import HubSource, PackageSource, PathSource, Recipe, source_text
 from qserve.runtimes import fetch_package_file
 from qserve.uvrun import Say
@@ -37,6 +39,8 @@ class Outline:
     revision: str | None
     bf16_bytes: int | None
     note: str | None  # "weights came through GGUF Q4_1"
+    licence: Licence | None = None  # as the source itself names it
+    base_model: str | None = None  # Hub id of the source, where that is known
 
 
 @dataclass(frozen=True)
@@ -122,14 +126,15 @@ def _remembered(store: Path) -> dict[str, list[object]]:
 def _look_at(path: Path) -> Outline:
     if path.is_file() and path.suffix == ".gguf":
         header = read_gguf(path)
-        return Outline(config_of(header), "gguf", path, None, 2 * header.elements, _note(header))
+        terms, repo = licence_of_gguf(header), hub_id_of_gguf(header)
+        return Outline(config_of(header), "gguf", path, None, 2 * header.elements, _note(header), terms, repo)
     if path.is_file():
         raise UsageError(f"{path} is no .gguf file; give a model folder, a .gguf file or a Hub id")
     if not path.is_dir():
         raise UsageError(f"{path} does not exist; give a model folder, a .gguf file or a Hub id")
     config = read_config(path)
     refuse_quantized(config, str(path))
-    return Outline(config, "folder", path, None, _bf16_bytes(path), None)
+    return Outline(config, "folder", path, None, _bf16_bytes(path), None, licence_of_folder(path))
 
 
 def _look_on_hub(repo: str, revision: str | None) -> Outline:
@@ -138,7 +143,7 @@ def _look_on_hub(repo: str, revision: str | None) -> Outline:
     commit = hub.find_commit(repo, revision)
     config = read_config(commit.config.parent)
     refuse_quantized(config, repo)
-    return Outline(config, "folder", None, commit.revision, commit.weight_bytes, None)
+    return Outline(config, "folder", None, commit.revision, commit.weight_bytes, None, commit.licence, repo)
 
 
 def _fetch(recipe: Recipe, outline: Outline) -> Path:

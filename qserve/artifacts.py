@@ -96,6 +96,15 @@ class Weights(Frozen):
     bits_per_parameter: float  # total_bytes * 8 / parameters
 
 
+class Licence(Frozen):
+    """Terms of a model as model cards name them: an id of huggingface.co/docs/hub/repositories-licenses. `other` has a
+    name, and a link to the text."""
+
+    id: str
+    name: str | None = None
+    link: str | None = None
+
+
 class Manifest(Artifact):
     """qserve.json: everything that made this checkpoint. Written last, so its presence means complete."""
 
@@ -120,6 +129,8 @@ class Manifest(Artifact):
     peak_memory_bytes: int | None
     threads: int | None
     created: str  # ISO 8601, UTC
+    licence: Licence | None = None  # as the source names it
+    base_model: str | None = None  # Hub id of the source, where that is known
     files: tuple[FileEntry, ...]
 
 
@@ -287,6 +298,7 @@ class VariantResult(Frozen):
 
     name: str
     label: str
+    digest: str | None = None  # of the checkpoint
     status: Literal["measured", "failed", "not faithful", "not servable"]  # the last: no kernel for it here
     problem: str | None = None
     note: str | None = None  # what a reader should know of the checkpoint

@@ -253,7 +253,7 @@ def runtimes(
         typer.echo(line)
 
 
-from qserve import export  # noqa: E402, F401  (declares its command)
+from qserve import export, publish  # noqa: E402, F401  (declare their commands)
 
 if __name__ == "__main__":
     app()

@@ -3,11 +3,12 @@
     QserveError                 exit code 1
       UsageError                2   bad input: a recipe, a flag, a path; raised before any long work
         DamagedFile             2   a file of the workspace that cannot be read
-      PreflightError            3   the variant cannot work for this model or machine (shapes, disk, memory)
+      PreflightError            3   the variant cannot work here (shapes, disk, memory), or should not be published
       RuntimeBuildError         4   an environment could not be built
       WorkerError               5   a worker process failed, hung or was killed
       ServerError               6   a server did not start, died or is not what was asked for
       LoadError                 7   the load could not be delivered: nothing to report
+      PublishError              8   the Hub did not take it: no access, another model's place, or out of reach
 
 Every message is one sentence with a next step. The command line catches QserveError and nothing else;
 an interrupted run exits with 130.
@@ -52,3 +53,7 @@ class ServerError(QserveError):
 
 class LoadError(QserveError):
     exit_code = 7
+
+
+class PublishError(QserveError):
+    exit_code = 8

@@ -217,7 +217,7 @@ def _judge(
 def _made(context: Context, arm: Arm) -> dict[str, object]:
     manifest, reference = arm.prepared.manifest, context.references.get(arm.prepared.variant)
     return {
-        "bits_per_parameter": manifest.weights.bits_per_parameter, "layers": manifest.layers,
+        "digest": manifest.digest, "bits_per_parameter": manifest.weights.bits_per_parameter, "layers": manifest.layers,
         "layers_fallback": len(manifest.layers_fallback), "prep_s": manifest.wall_s,
         "note": manifest.note, "offline_perplexity": reference.perplexity() if reference else None,
     }  # fmt: skip

@@ -1,0 +1,75 @@
+"""The metadata of a model card: what the Hub shows, filters and links by. Only what is known, only finite figures."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from qserve.artifacts import Estimate, Licence, Manifest, Quality
+from qserve.eval.publishable import Measured, Regime
+from qserve.recipe import HubSource, parse_source
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a card is about."""
+
+    repo: str
+    manifest: Manifest
+    measured: Measured | None
+    regime: Regime
+    licence: Licence | None
+    base_model: str | None  # Hub id
+    chat: bool  # the checkpoint has a chat template
+    overruled: tuple[str, ...] = ()  # objections that --force went past
+
+
+def metadata(subject: Subject) -> ModelCardData:
+    manifest, licence = subject.manifest, subject.licence
+    return ModelCardData(
+        base_model=subject.base_model, base_model_relation="quantized" if subject.base_model else None,
+        license=licence.id if licence else None, license_name=licence.name if licence else None,
+        license_link=licence.link if licence else None, library_name="transformers", pipeline_tag="text-generation",
+        tags=list(_tags(manifest)), datasets=_datasets(manifest), model_name=subject.repo.rpartition("/")[2],
+        eval_results=list(_results(subject)) or None,
+    )  # fmt: skip
+
+
+def _tags(manifest: Manifest) -> Iterator[str]:
+    yield from ("qserve", "quantized", "compressed-tensors", "llm-compressor", "vllm")
+    yield from manifest.label.lower().split()  # gptq w8a8 int8
+
+
+def _datasets(manifest: Manifest) -> list[str] | None:
+    """Of calibration, where it is on the Hub."""
+    used = manifest.calibration and parse_source(manifest.calibration.dataset)
+    return [used.repo] if isinstance(used, HubSource) else None
+
+
+def _results(subject: Subject) -> Iterator[EvalResult]:
+    quality = subject.measured.result.quality if subject.measured else None
+    if quality is None or subject.measured is None or subject.measured.result.status != "measured":
+        return
+    known = (
+        ("perplexity", "Perplexity", quality.perplexity),
+        ("kl_divergence", "KL divergence to bf16, nats", quality.kl),
+        ("top1_agreement", "Top-1 agreement with bf16", quality.top1),
+    )
+    for metric, name, estimate in known:
+        if estimate is not None and math.isfinite(estimate.value):
+            yield _result(metric, name, estimate, quality)
+
+
+def _result(metric: str, name: str, estimate: Estimate, quality: Quality) -> EvalResult:
+    data = parse_source(quality.data.dataset)
+    args = {
+        "windows": quality.windows, "context_tokens": quality.context_tokens, "scored_tokens": quality.tokens,
+        "first": quality.bos, "sha256": quality.data.sha256,
+    }  # fmt: skip
+    error = estimate.se if estimate.se is not None and math.isfinite(estimate.se) else None
+    return EvalResult(
+        task_type="text-generation", dataset_type=data.repo if isinstance(data, HubSource) else "custom",
+        dataset_name="held-out text", metric_type=metric, metric_name=name, metric_value=estimate.value,
+        dataset_args=args, metric_args=None if error is None else {"standard_error": error},
+    )  # fmt: skip
