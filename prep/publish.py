@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from logging import ERROR
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +27,8 @@ from huggingface_hub import (
     set_client_factory,
 )
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
-from huggingface_hub.utils import disable_progress_bars, logging
+from huggingface_hub.utils import logging
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from qserve.artifacts import MANIFEST_NAME, Licence, Manifest
 from qserve.errors import PublishError
@@ -85,7 +87,7 @@ class State:
 def open_hub(say: Say) -> None:
     """Bound every wait of the Hub client, and let it say nothing of its own: its words hold signed addresses."""
     set_client_factory(lambda: patient_client(say))
-    logging.set_verbosity_error()
+    logging.set_verbosity(ERROR)
     if not sys.stderr.isatty():
         disable_progress_bars()
 
@@ -211,8 +213,11 @@ def _send(target: Target, manifest: Manifest, files: tuple[Upload, ...]) -> None
 
 def _commit(target: Target, additions: list[CommitOperationAdd], todo: Changes, head: str | None) -> None:
     """All files appear at once, on top of the commit that was looked at: a change by somebody else is refused."""
-    operations = [*additions, *(CommitOperationDelete(name, is_folder=False) for name in todo.remove)]
-    HfApi().create_commit(target.repo, operations, commit_message="qserve publish", parent_commit=head)
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [
+        *additions,
+        *(CommitOperationDelete(name, is_folder=False) for name in todo.remove),
+    ]
+    HfApi().create_commit(target.repo, tuple(operations), commit_message="qserve publish", parent_commit=head)
 
 
 def _large_first(file: Upload) -> tuple[bool, int, str]:

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from qserve.artifacts import MANIFEST_NAME, Manifest
-from qserve.errors import PublishError, UsageError
+from qserve.errors import DamagedFile, PublishError, UsageError
 from qserve.prep.checkpoint import Prepared, link
 from qserve.workspace import complete_or_absent, sha256_file
 
@@ -144,7 +142,7 @@ def read_manifest(path: Path) -> Manifest | None:
     """The manifest, or None if there is none that can be read."""
     try:
         return Manifest.read(path)
-    except (OSError, ValidationError):
+    except DamagedFile:
         return None
 
 

@@ -191,11 +191,10 @@ def _terms(recipe: "Recipe", prepared: "Prepared", wishes: Wishes) -> "tuple[Lic
     from qserve.prep.source import look
     from qserve.recipe import HubSource
 
-    manifest = prepared.manifest
-    outline = look(recipe, say) if manifest.licence is None or manifest.base_model is None else None
-    repo = recipe.model.repo if isinstance(recipe.model, HubSource) else outline and outline.base_model
-    base_model = wishes.base_model or manifest.base_model or repo
-    licence = Licence(id=wishes.licence) if wishes.licence else manifest.licence or (outline and outline.licence)
+    source, manifest = look(recipe, say), prepared.manifest
+    hub_id = recipe.model.repo if isinstance(recipe.model, HubSource) else source.base_model
+    base_model = wishes.base_model or manifest.base_model or hub_id
+    licence = Licence(id=wishes.licence) if wishes.licence else manifest.licence or source.licence
     if base_model is None:
         say(f"{prepared.variant}: the source names no repository on the Hub, so the card links none (--base-model)")
     if base_model is None or wishes.dry_run:

@@ -47,6 +47,6 @@ def test_other_needs_a_name_and_a_link() -> None:
     ],
 )
 def test_of_a_gguf_header(fields: dict[str, object], licence: str | None, repo: str | None) -> None:
-    header = GgufHeader(fields, "Q4_1", 1, True)
+    header = GgufHeader(fields, "Q4_1", 1, True, ())
     assert licence_of_gguf(header) == (Licence(id=licence) if licence else None)
     assert hub_id_of_gguf(header) == repo
