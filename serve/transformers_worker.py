@@ -249,12 +249,19 @@ class Api(BaseHTTPRequestHandler):
         except (BadRequest, ValueError, TypeError, AttributeError) as error:
             return self.reply(400, {"error": {"message": str(error), "type": "invalid_request_error"}})
         with self.naive.one:  # one at a time: that is what makes it naive
-            if left(self.connection):
-                self.close_connection = True
-                return None
-            return self.stream(ask, chat) if ask.stream else self.whole(ask, chat)
+            self.answer(ask, chat)
+        return None
 
     # --- answers ----------
+    def answer(self, ask: Ask, chat: bool) -> None:
+        """Nothing to a client that has left, in the meantime or in the middle."""
+        self.close_connection = self.close_connection or left(self.connection)
+        try:
+            if not self.close_connection:
+                self.stream(ask, chat) if ask.stream else self.whole(ask, chat)
+        except OSError:
+            self.close_connection = True
+
     def whole(self, ask: Ask, chat: bool) -> None:
         pieces: list[str] = []
         done = self.naive.generate(ask, self.connection, lambda text, *_: pieces.append(text))
@@ -274,17 +281,14 @@ class Api(BaseHTTPRequestHandler):
             counts = {"usage": usage(len(ask.ids), Done(0, tokens, ""))} if ask.usage_each_chunk else {}
             self.event({**head, "choices": [{**self.part(text, chat), "finish_reason": finish}], **counts})
 
-        try:
-            if chat:
-                role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-                self.event({**head, "choices": [role]})
-            done = self.naive.generate(ask, self.connection, put)
-            put("", done.finish, done.output_tokens)
-            if ask.usage:
-                self.event({**head, "choices": [], "usage": usage(done.prompt_tokens, done)})
-            self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
-        except OSError:  # the client has hung up
-            self.close_connection = True
+        if chat:
+            role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            self.event({**head, "choices": [role]})
+        done = self.naive.generate(ask, self.connection, put)
+        put("", done.finish, done.output_tokens)
+        if ask.usage:
+            self.event({**head, "choices": [], "usage": usage(done.prompt_tokens, done)})
+        self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
     def event(self, value: object) -> None:
         data = f"data: {json.dumps(value)}\n\n".encode()
