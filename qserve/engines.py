@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never, cast, get_args
 
+from qserve.artifacts import Machine
 from qserve.errors import PreflightError, UsageError
 from qserve.llama_cpp import adopt_llama_server, ensure_llama_cpp
 from qserve.machine import look
 from qserve.recipe import BASELINE, EngineName, Gguf, Recipe, Serving, Variant
-from qserve.runtimes import ensure_runtime
-from qserve.serve import llama_server, transformers_loop, vllm
+from qserve.runtime_spec import sglang_spec
+from qserve.runtimes import adopt, ensure, ensure_runtime
+from qserve.serve import llama_server, sglang, tgi, transformers_loop, vllm
 from qserve.serve.engine import Engine, Setting
 from qserve.uvrun import Say
 
@@ -25,7 +27,7 @@ class Installed:
     """An engine's program on this machine. `digest` tells one build of it from another."""
 
     name: EngineName
-    program: Path  # a Python with the engine in it, or the engine's own executable
+    program: Path  # a Python with the engine in it, the engine's own executable, or the name of its image
     digest: str
 
 
@@ -74,7 +76,28 @@ def unservable(name: EngineName, variant: Variant) -> str | None:
             return llama_server.unservable(variant)
         case "transformers" | "pipeline":
             return transformers_loop.unservable(variant)
+        case "tgi":
+            return tgi.unservable(variant)
+        case "sglang":
+            return sglang.unservable(variant)
     assert_never(name)
+
+
+def refuse(name: EngineName, serving: Serving, machine: Machine) -> None:
+    """See to it, before anything is built, that this machine can run an engine at all.
+
+    Raises:
+        PreflightError: it cannot; says what it needs.
+    """
+    match name:
+        case "tgi":
+            tgi.find_image(serving.tgi_image, machine)
+        case "sglang":
+            sglang.need_gpu(machine)
+        case "vllm" | "llama-server" | "transformers" | "pipeline":
+            pass  # run on any machine that qserve runs on
+        case _:
+            assert_never(name)
 
 
 def install_engine(name: EngineName, serving: Serving, say: Say) -> Installed:
@@ -95,6 +118,14 @@ def install_engine(name: EngineName, serving: Serving, say: Say) -> Installed:
         case "llama-server":
             made = ensure_llama_cpp(look().flavour, say)
             return Installed(name, made.server, made.digest)
+        case "tgi":
+            image, image_id = tgi.find_image(serving.tgi_image, look())
+            return Installed(name, Path(image), image_id)
+        case "sglang":
+            sglang.need_gpu(look())
+            spec = sglang_spec()
+            runtime = adopt(spec, serving.python) if serving.python else ensure(spec, say)
+            return Installed(name, runtime.python, runtime.digest)
     assert_never(name)
 
 
@@ -111,4 +142,8 @@ def open_engine(installed: Installed, setting: Setting) -> Engine:
             return transformers_loop.open_loop(installed.name, installed.program, installed.digest, setting)
         case "llama-server":
             return llama_server.open_llama_server(installed.program, installed.digest, setting)
+        case "tgi":
+            return tgi.open_tgi(str(installed.program), installed.digest, setting)
+        case "sglang":
+            return sglang.open_sglang(installed.program, installed.digest, setting)
     assert_never(installed.name)

@@ -198,7 +198,7 @@ def _on_off(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-EngineName = Literal["vllm", "llama-server", "transformers", "pipeline"]
+EngineName = Literal["vllm", "llama-server", "transformers", "pipeline", "tgi", "sglang"]
 
 
 class Serving(Frozen):
@@ -207,7 +207,10 @@ class Serving(Frozen):
     engine: EngineName = "vllm"
     max_model_len: int | None = Field(None, ge=16)  # None: the model's own context
     prefix_caching: bool = True
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1)  # GPUs that share each layer
+    pipeline_parallel: int = Field(1, ge=1)  # groups of those, each with some of the layers
+    data_parallel: int = Field(1, ge=1)  # copies of the whole model
+    executor: Literal["auto", "mp", "ray"] = "auto"  # ray: across nodes, on a Ray cluster that is running
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: what is fastest on this machine
     # torch.compile; YAML reads a bare on or off as true or false
     compile: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_off)] = "auto"
@@ -215,6 +218,7 @@ class Serving(Frozen):
     extra_args: tuple[str, ...] = ()  # of `engine`; another engine of the same run does not get them
     python: Path | None = None  # an environment of your own with vLLM in it, instead of the managed one
     llama_server: str | None = None  # a program of your own, by path or by its name on PATH, instead of the managed one
+    tgi_image: str | None = None  # a container image of Text Generation Inference, instead of the known one
     start_timeout_s: float = Field(1800, gt=0)
 
 

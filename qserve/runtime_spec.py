@@ -90,6 +90,12 @@ def spec_of(name: RuntimeName, flavour: Flavour) -> Spec:
     return Spec(f"{name}-{flavour}", Path(str(lock)), modules, flavour, int(need[flavour]))
 
 
+def sglang_spec() -> Spec:
+    """SGLang, which is there for NVIDIA GPUs alone."""
+    lock = resources.files("qserve.serve") / "sglang-cuda.lock"
+    return Spec("sglang-cuda", Path(str(lock)), ("torch", "sglang.launch_server"), "cuda", int(14e9))
+
+
 def check(spec: Spec, python: Path, write_bytecode: bool) -> dict[str, str]:
     """Import the modules with that Python and look at torch's build. Returns the versions that matter.
 

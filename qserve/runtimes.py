@@ -22,7 +22,18 @@ from qserve.built import STATE_NAME, Thing, build_once, read_state
 from qserve.errors import RuntimeBuildError, UsageError
 from qserve.machine import look
 from qserve.packages import fetch_package_file as fetch_package_file
-from qserve.runtime_spec import FLAVOURS, NAMES, Flavour, RuntimeName, Spec, Unfit, check, runtimes_root, spec_of
+from qserve.runtime_spec import (
+    FLAVOURS,
+    NAMES,
+    Flavour,
+    RuntimeName,
+    Spec,
+    Unfit,
+    check,
+    runtimes_root,
+    sglang_spec,
+    spec_of,
+)
 from qserve.uvrun import Build, Say, building, failure, install, run_uv
 from qserve.workspace import digest_of
 
@@ -104,7 +115,7 @@ def check_runtime(name: RuntimeName, flavour: Flavour) -> Runtime | None:
 def list_runtimes() -> tuple[RuntimeInfo, ...]:
     """Every finished runtime in the cache, by name."""
     current = {spec_of(name, flavour).folder.name for name in NAMES for flavour in FLAVOURS}
-    current |= {llama_cpp.thing_of(flavour).folder.name for flavour in FLAVOURS}
+    current |= {llama_cpp.thing_of(flavour).folder.name for flavour in FLAVOURS} | {sglang_spec().folder.name}
     infos = []
     for path in sorted(runtimes_root().glob(f"*/{STATE_NAME}")):
         folder = path.parent

@@ -51,6 +51,7 @@ class Launch:
     counters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scoring: Scoring | None = None
     dialect: Dialect = "vllm"
+    contained: bool = False  # it runs in a container: its processes are not below the one that is started
 
     @property
     def url(self) -> str:
@@ -91,13 +92,15 @@ class Server:
     def alive(self) -> bool:
         return self.pid in group_members(self.pid)
 
-    def cpu_s(self) -> float:
-        """CPU seconds that the whole process group has used so far."""
-        return _cpu_seconds(self.pid)
+    def cpu_s(self) -> float | None:
+        """CPU seconds that the whole process group has used so far; None: it runs in a container."""
+        return None if self.launch.contained else _cpu_seconds(self.pid)
 
     def memory_bytes(self) -> int | None:
         """Device memory of the process group where there is a GPU; else its proportional set size, in which shared
-        pages are counted once."""
+        pages are counted once. None: it runs in a container."""
+        if self.launch.contained:
+            return None
         if shutil.which("nvidia-smi"):
             return _device_bytes(set(group_members(self.pid)))
         sizes = _each(self.pid, lambda p: int(p.memory_full_info().pss) if sys.platform == "linux" else None)

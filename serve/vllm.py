@@ -41,6 +41,9 @@ class Settings:
     compile: bool
     prefix_caching: bool
     tensor_parallel: int
+    pipeline_parallel: int
+    data_parallel: int
+    executor: Literal["auto", "mp", "ray"]
     threads: tuple[int, ...]  # CPU ids that compute, empty on CUDA
     max_logprobs: int
     extra_args: tuple[str, ...]
@@ -88,8 +91,9 @@ def choose_settings(serving: Serving, config: Mapping[str, object], machine: Mac
     """The settings for this model on this machine; `config` is the checkpoint's config.json.
 
     Raises:
-        PreflightError: the KV cache has no room for one request of `max_model_len` tokens.
+        PreflightError: the KV cache has no room for one request of `max_model_len` tokens, or there are too few GPUs.
     """
+    _need_gpus(serving, machine)
     dtype = choose_dtype(serving, machine)
     length = context_length(config, serving.max_model_len)
     cuda = machine.flavour == "cuda"
@@ -102,11 +106,24 @@ def choose_settings(serving: Serving, config: Mapping[str, object], machine: Mac
         compile=serving.compile != "off",
         prefix_caching=serving.prefix_caching,
         tensor_parallel=serving.tensor_parallel,
+        pipeline_parallel=serving.pipeline_parallel,
+        data_parallel=serving.data_parallel,
+        executor=serving.executor,
         threads=() if cuda else core_ids(),
         max_logprobs=1024,
         extra_args=serving.extra_args if serving.engine == "vllm" else (),
         start_timeout_s=serving.start_timeout_s,
     )
+
+
+def _need_gpus(serving: Serving, machine: Machine) -> None:
+    """On a CPU vLLM spreads over the NUMA nodes instead, and with Ray over machines that are not seen from here."""
+    needed = serving.tensor_parallel * serving.pipeline_parallel * serving.data_parallel
+    if machine.flavour == "cuda" and serving.executor != "ray" and needed > len(machine.gpus):
+        raise PreflightError(
+            f"tensor x pipeline x data parallel asks for {needed} GPUs, and this machine shows {len(machine.gpus)}; "
+            "lower them in serving, or set serving.executor: ray for GPUs of several machines"
+        )
 
 
 def choose_dtype(serving: Serving, machine: Machine) -> str:
@@ -149,6 +166,12 @@ def launch_vllm(python: Path, checkpoint: Path, name: str, settings: Settings, a
         "--enable-prefix-caching" if settings.prefix_caching else "--no-enable-prefix-caching",
         "--uvicorn-log-level", "warning",
     ]  # fmt: skip
+    if settings.pipeline_parallel > 1:
+        argv += ["--pipeline-parallel-size", str(settings.pipeline_parallel)]
+    if settings.data_parallel > 1:
+        argv += ["--data-parallel-size", str(settings.data_parallel)]
+    if settings.executor != "auto":
+        argv += ["--distributed-executor-backend", settings.executor]
     if not settings.compile:
         argv.append("--enforce-eager")
     if settings.memory_share is not None:

@@ -22,6 +22,7 @@ H100 = Machine(
     flavour="cuda", cpu="c", cores=8, isa=("avx2", "avx512f"), memory_bytes=64 * GIB, gpus=("H100",),
     gpu_memory_bytes=80 * GIB, gpu_capability="9.0",
 )  # fmt: skip
+TWO_H100 = H100.model_copy(update={"gpus": ("H100", "H100")})
 
 
 def room(servers: int = 1, free: int = 20 * GIB) -> Room:
@@ -81,7 +82,7 @@ def test_the_cpu_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_cuda_command() -> None:
-    settings = vllm.choose_settings(Serving(tensor_parallel=2), SMOLLM2, H100, room(2))
+    settings = vllm.choose_settings(Serving(tensor_parallel=2), SMOLLM2, TWO_H100, room(2))
     launch = vllm.launch_vllm(Path("python"), Path("/c"), "fp8", settings, ("0.0.0.0", 9))
     text = " ".join(launch.argv)
     assert "--dtype bfloat16 --max-model-len 8192 --tensor-parallel-size 2" in text
@@ -89,6 +90,22 @@ def test_the_cuda_command() -> None:
     assert "--enforce-eager" not in text
     assert "--enable-prefix-caching" in text
     assert not {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"} & set(launch.env)
+
+
+def test_several_gpus() -> None:
+    eight = H100.model_copy(update={"gpus": ("H100",) * 8})
+    serving = Serving(tensor_parallel=2, pipeline_parallel=2, data_parallel=2)
+    settings = vllm.choose_settings(serving, SMOLLM2, eight, room())
+    text = " ".join(vllm.launch_vllm(Path("p"), Path("/c"), "m", settings, ("::", 9)).argv)
+    assert "--tensor-parallel-size 2" in text
+    assert "--pipeline-parallel-size 2 --data-parallel-size 2" in text
+    assert "--distributed-executor-backend" not in text
+    with pytest.raises(PreflightError, match=r"asks for 8 GPUs, and this machine shows 1; .*executor: ray"):
+        vllm.choose_settings(serving, SMOLLM2, H100, room())
+    on_ray = serving.model_copy(update={"executor": "ray"})
+    settings = vllm.choose_settings(on_ray, SMOLLM2, H100, room())
+    text = " ".join(vllm.launch_vllm(Path("p"), Path("/c"), "m", settings, ("::", 9)).argv)
+    assert "--distributed-executor-backend ray" in text
 
 
 def test_what_this_machine_has_no_kernel_for() -> None:
