@@ -25,8 +25,8 @@ class Endpoint(Protocol):
     def counters(self) -> Counters:
         """What it counts of its own, now."""
 
-    def cpu_s(self) -> float:
-        """CPU seconds used so far by all of its processes."""
+    def cpu_s(self) -> float | None:
+        """CPU seconds used so far by all of its processes; None: not known."""
 
     def memory_bytes(self) -> int | None:
-        """Memory that its processes hold now."""
+        """Memory that its processes hold now; None: not known."""

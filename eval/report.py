@@ -46,7 +46,7 @@ def to_json(report: Report) -> str:
 def to_markdown(report: Report) -> str:
     """Headline, tables, notes, definitions, provenance; GitHub's Markdown."""
     first, *others = findings(report)
-    parts = [f"# {plain(model_name(report))}"]
+    parts = [f"# {plain(model_name(report.model))}"]
     parts += [f"**{SMOKE}**"] if report.quick else []
     parts += [f"**{plain(first)}**", _list(others), _tables(report), _provenance(report)]
     return "\n\n".join(part for part in parts if part) + "\n"

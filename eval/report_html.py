@@ -15,10 +15,14 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 def to_html(report: Report) -> str:
     """One self-contained HTML page. All text from the report is escaped."""
-    return "<!doctype html>\n" + el("html", _head(report), _body(report), lang="en") + "\n"
+    return (
+        "<!doctype html>\n"
+        + el("html", head(f"{model_name(report.model)}: qserve report"), _body(report), lang="en")
+        + "\n"
+    )
 
 
-def _head(report: Report) -> Safe:
+def head(title: str) -> Safe:
     style = Safe(Path(__file__).with_name("report.css").read_text(encoding="utf-8"))
     return el(
         "head",
@@ -27,7 +31,7 @@ def _head(report: Report) -> Safe:
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("meta", name="color-scheme", content="light dark"),
         el("link", rel="icon", href="data:,"),
-        el("title", f"{model_name(report)}: qserve report"),
+        el("title", title),
         el("style", style),
     )
 
@@ -36,7 +40,7 @@ def _body(report: Report) -> Safe:
     first, *others = findings(report)
     header = el(
         "header",
-        el("p", f"{model_name(report)} · {report.created[:10]} · run {report.run}", cls="eyebrow"),
+        el("p", f"{model_name(report.model)} · {report.created[:10]} · run {report.run}", cls="eyebrow"),
         el("p", SMOKE, cls="banner", role="note") if report.quick else None,
         el("h1", unbroken(first)),
         _list(others, "findings"),
@@ -45,9 +49,9 @@ def _body(report: Report) -> Safe:
     return el("body", main, el("footer", el("p", f"Written by qserve {report.qserve_version} from measurements.json.")))
 
 
-def model_name(report: Report) -> str:
+def model_name(model: str) -> str:
     """The last part of a Hub id or a path."""
-    return report.model.rstrip("/").rsplit("/", 1)[-1] or report.model
+    return model.rstrip("/").rsplit("/", 1)[-1] or model
 
 
 def _list(items: list[str] | tuple[str, ...], cls: str) -> Safe | None:
@@ -74,23 +78,23 @@ def section(title: str, *children: str | None) -> Safe:
 def _results(report: Report) -> Safe:
     told = notes.notes(report)
     heard = join(el("h3", "Notes"), _list(told, "notes")) if told else None
-    return section("Results", _table(table.results(report), slots=True), heard)
+    return section("Results", drawn(table.results(report), slots=True), heard)
 
 
 def _plots(report: Report) -> Safe:
-    return section("Plots", el("div", *(_figure(chart) for chart in charts(report)), cls="plots"))
+    return section("Plots", el("div", *(figure(chart) for chart in charts(report)), cls="plots"))
 
 
-def _figure(chart: Chart) -> Safe:
+def figure(chart: Chart) -> Safe:
     caption = el("figcaption", el("strong", chart.title), " ", unbroken(chart.caption))
     return el("figure", caption, chart.drawing)
 
 
 def _details(report: Report) -> Safe:
     tables = (table.latency, table.memory, table.fidelity, table.served)
-    shown = [section(made.title, _table(made)) for make in tables if (made := make(report)).rows]
+    shown = [section(made.title, drawn(made)) for make in tables if (made := make(report)).rows]
     sent = table.requests(report)
-    return join(*shown, folded(f"{sent.title}: sent, complete, cut, failed", _table(sent)) if sent.rows else None)
+    return join(*shown, folded(f"{sent.title}: sent, complete, cut, failed", drawn(sent)) if sent.rows else None)
 
 
 # --- what it rests on ----------
@@ -113,7 +117,7 @@ def _terms(rows: tuple[tuple[str, str], ...]) -> Safe:
 
 
 # --- tables ----------
-def _table(content: Table, slots: bool = False) -> Safe:
+def drawn(content: Table, slots: bool = False) -> Safe:
     """A table in a box of its own, which scrolls where the page is narrow. `slots`: rows carry the charts' colours."""
     head = el(
         "tr", *(el("th", unbroken(text), scope="col", cls=_align(i, content)) for i, text in enumerate(content.headers))

@@ -113,17 +113,20 @@ class Plan:
         done = self.block(arm, short, concurrency).run.records
         return any(r.deltas or r.outcome not in ("ok", "cut") for r in done)  # what fails is measured, and counted
 
-    def block(self, arm: Endpoint, requests: Sequence[Request], concurrency: int) -> Block:
-        """Run one block, then wait until the server is idle again (cut requests are aborted there)."""
+    def block(
+        self, arm: Endpoint, requests: Sequence[Request], concurrency: int, target: Target | None = None
+    ) -> Block:
+        """Run one block, then wait until the server is idle again (cut requests are aborted there). `target`: how to
+        ask a server that is not one of ours."""
         before, cpu = arm.counters(), arm.cpu_s()
-        target = Target(url=arm.url, model=arm.model, usage_each_chunk=True, dialect=arm.dialect)
+        target = target or Target(url=arm.url, model=arm.model, usage_each_chunk=True, dialect=arm.dialect)
         with gpu_utilisation() as gpu:
             done = run(run_load(target, requests, concurrency, cut_after_s=self.bench.block_s))
-        cpu = arm.cpu_s() - cpu
+        spent = _grown(cpu, arm.cpu_s())
         after = _when_idle(arm)
         return Block(
             run=done,
-            server_cpu=cpu / done.wall_s / (os.cpu_count() or 1) if done.wall_s else None,
+            server_cpu=spent / done.wall_s / (os.cpu_count() or 1) if spent is not None and done.wall_s else None,
             gpu=gpu.mean(),
             prefix_queries=_grown(before.prefix_queries, after.prefix_queries),
             prefix_hits=_grown(before.prefix_hits, after.prefix_hits),

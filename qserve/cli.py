@@ -253,7 +253,7 @@ def runtimes(
         typer.echo(line)
 
 
-from qserve import export, publish  # noqa: E402, F401  (declare their commands)
+from qserve import export, info, publish, race_command  # noqa: E402, F401  (declare their commands)
 
 if __name__ == "__main__":
     app()

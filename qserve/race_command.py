@@ -1,0 +1,72 @@
+"""`qserve race`: its words, and what is checked before any work."""
+
+import os
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from qserve.app import RecipeArgument, WorkspaceOption, app, say
+
+
+class RaceFormat(StrEnum):
+    text = "text"
+    json = "json"
+
+
+@app.command()
+def race(
+    recipe: RecipeArgument = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine", help="ENGINE or ENGINE:VARIANT; again for each [default: all that run on any machine]"
+        ),
+    ] = None,
+    attach: Annotated[
+        list[str] | None, typer.Option("--attach", help="URL of a server that is running already; may be given again.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of a round.")] = 20,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 20,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds for each engine; intervals are over rounds.")] = 4,
+    limit_s: Annotated[float, typer.Option(min=1, help="Seconds an engine may take for its rounds.")] = 240,
+    api_key_env: Annotated[
+        str, typer.Option(help="Environment variable with the key for --attach.")
+    ] = "OPENAI_API_KEY",
+    format: Annotated[RaceFormat, typer.Option(help="How to print the result.")] = RaceFormat.text,
+    workspace: WorkspaceOption = None,
+) -> None:
+    """Race engines: the same requests against each.
+
+    Throughput, TTFT, start-up and memory of each one alone on the machine, and its ratio to the naive loop.
+    """
+    from qserve.engines import refuse
+    from qserve.errors import UsageError
+    from qserve.eval.race import Race
+    from qserve.eval.race_report import race_text
+    from qserve.machine import look
+    from qserve.prep.stage import ensure_data, find_prepared
+    from qserve.race import Heat, Inputs, choose_entries, install_entries, run_race
+    from qserve.recipe import find_recipe, load_recipe
+    from qserve.serve.attach import attach as attach_to
+    from qserve.workspace import open_workspace
+
+    if requests < concurrency:
+        raise UsageError(f"{requests} requests cannot keep {concurrency} in flight; ask for at least {concurrency}")
+    path, space, machine = find_recipe(recipe), open_workspace(workspace), look()
+    parsed = load_recipe(path)
+    chosen = choose_entries(engine or (), parsed)
+    for name, _ in chosen:
+        refuse(name, parsed.serving, machine)
+    key = os.environ.get(api_key_env)
+    attached = tuple(attach_to(url, key, api_key_env) for url in attach or ())
+    prepared = [(name, find_prepared(parsed, space, (variant,))[-1]) for name, variant in chosen]
+    inputs = Inputs(
+        recipe=parsed, recipe_file=path, workspace=space, data=ensure_data(parsed, space, say), machine=machine,
+        entries=install_entries(prepared, parsed, say), attached=attached,
+        heat=Heat(requests, concurrency, rounds, limit_s), say=say,
+    )  # fmt: skip
+    run = run_race(inputs)
+    done = Race.read(run / "race.json")
+    typer.echo(done.model_dump_json(indent=2) if format is RaceFormat.json else race_text(done))
+    say(f"{run / 'race.html'}")
