@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,31 +16,29 @@ from typing import Any
 
 from qserve import __version__
 from qserve.artifacts import MANIFEST_NAME, DataRecord, FileEntry, Manifest
-from qserve.errors import WorkerError
 from qserve.llama_cpp import source_digest
 from qserve.prep.context import Context
 from qserve.prep.data import calibration_record
 from qserve.prep.gguf import read_gguf, special_tokens
 from qserve.prep.headers import INDEX, read_folder, weight_files
 from qserve.prep.preflight import compute_dtype
+from qserve.prep.quantize import Task, carry, quantize
 from qserve.prep.schemes import ignore_of, scheme_of
 from qserve.prep.source import Model, read_config
 from qserve.prep.to_gguf import make_gguf
-from qserve.prep.verify import Expectation, parameters, verify, weigh
-from qserve.recipe import (
+from qserve.prep.verify import parameters, weigh
+from qserve.recipe import source_text
+from qserve.variants import (
     BASELINE,
-    Awq,
     Bf16,
-    Fp8,
     Gguf,
-    Gptq,
-    LayerVariant,
     QuantizedVariant,
     Variant,
+    backend_of,
+    samples_of,
     scheme_label,
-    source_text,
-)
-from qserve.runtime_spec import spec_of
+    settings_of,
+)  # fmt: skip
 from qserve.workspace import complete_or_absent, digest_of, sha256_file
 
 FORMAT = 1  # of what the workers write: raise it when a change of theirs changes checkpoints
@@ -69,7 +67,7 @@ class Made:
 # --- names ----------
 def baseline_digest(context: Context, model: Model) -> str:
     """Linked weights are the source's own; converted ones depend on the environment that converts."""
-    runtime = None if _conversion(model) == "link" else context.runtime_digest
+    runtime = None if _conversion(model) == "link" else context.digest_of_runtime("llmcompressor")
     return digest_of([FORMAT, model.identity, _conversion(model), runtime])
 
 
@@ -77,18 +75,19 @@ def variant_digest(context: Context, model: Model, name: str, data: Path) -> str
     """Changes with the source, the settings that matter, the very calibration ids, and the environment's lock."""
     variant = context.recipe.variants[name]
     if isinstance(variant, Gguf):
-        made_by = [context.runtime_digest, source_digest()]
+        made_by = [context.digest_of_runtime("llmcompressor"), source_digest()]
         return digest_of([FORMAT, baseline_digest(context, model), variant.model_dump(mode="json"), *made_by])
     record, _ = _calibration(variant, data)
-    settings = [variant.model_dump(mode="json", exclude={"samples"}), ignore_of(variant, model.outline.config)]
-    dtype = compute_dtype(model.outline, context.machine)
-    return digest_of([FORMAT, model.identity, settings, record and record.sha256, dtype, context.runtime_digest])
+    own = {field: value for field, value in settings_of(variant).items() if field != "samples"}
+    settings = [own, ignore_of(variant, model.outline.config)]
+    dtype, runtime = compute_dtype(model.outline, context.machine), context.digest_of_runtime(backend_of(variant))
+    return digest_of([FORMAT, model.identity, settings, record and record.sha256, dtype, runtime])
 
 
 def _calibration(variant: QuantizedVariant, data: Path) -> tuple[DataRecord | None, int]:
     if isinstance(variant, Gguf) or not scheme_of(variant).calibrated:
         return None, 0
-    return calibration_record(data, variant.samples)
+    return calibration_record(data, samples_of(variant))
 
 
 # --- baseline ----------
@@ -110,9 +109,9 @@ def _fill_baseline(context: Context, model: Model, out: Path) -> Made:
     if conversion == "gguf":
         job = {"gguf": str(model.path), "out": str(out), "special": special_tokens(read_gguf(model.path))}
         result = context.run(BASELINE, "gguf_worker.py", job)
-        _carry(model.carried, model.path.parent, out)
+        carry(model.carried, model.path.parent, out)
         return Made(note=note, peak_memory_bytes=result["peak_memory_bytes"])
-    _carry(model.carried, model.path, out)
+    carry(model.carried, model.path, out)
     if conversion == "link":
         for path in (*weight_files(model.path), *model.path.glob(INDEX)):
             link(path.resolve(), out / path.name)
@@ -161,21 +160,10 @@ def build_variant(context: Context, model: Model, baseline: Prepared, name: str,
     final = context.workspace.checkpoint(name, digest)
     record, samples = _calibration(variant, data)
     with complete_or_absent(final) as partial:
-        job = _job(context, model, variant, baseline.folder) | {
-            "out": str(partial / "work"), "samples": samples,
-            "calibration": str(data / "calibration.json") if record else None,
-        }  # fmt: skip
-        result = context.run(name, "llmcompressor_worker.py", job)
-        _assemble(partial, baseline.folder)
-        targets = tuple(result["targets"])
-        config = read_config(baseline.folder)
-        want = Expectation(name, scheme_of(variant), targets, config, variant.method == "awq")
-        weights = verify(partial, baseline.folder, want)
-        _parse_as_server(context, name, partial)
-        made = Made(
-            targets, tuple(result["fallback"]), record, baseline.manifest.source_note, result["peak_memory_bytes"]
-        )
-        facts = {"digest": digest, "weights": weights, "wall_s": result["wall_s"], **_facts(variant, made)}
+        task = Task(name, variant, baseline.folder, partial, data / "calibration.json" if record else None, samples)
+        done = quantize(context, model, task)
+        made = Made(done.targets, done.fallback, record, baseline.manifest.source_note, done.peak_memory_bytes)
+        facts = {"digest": digest, "weights": done.weights, "wall_s": done.wall_s, **_facts(variant, made)}
         manifest = _write_manifest(context, model, name, partial, facts)
     return Prepared(name, final, manifest)
 
@@ -195,59 +183,7 @@ def _build_gguf(context: Context, model: Model, baseline: Prepared, name: str, d
     return Prepared(name, final, manifest)
 
 
-def _job(context: Context, model: Model, variant: LayerVariant, source: Path) -> dict[str, Any]:
-    scheme = scheme_of(variant)
-    job: dict[str, Any] = {
-        "source": str(source), "method": variant.method, "dtype": compute_dtype(model.outline, context.machine),
-        "threads": context.threads, "ignore": list(ignore_of(variant, model.outline.config)),
-        "own_ignore": [pattern for pattern in variant.ignore if pattern != "lm_head"],
-        "weights": scheme.weights, "input_activations": scheme.activations, "max_fallback": 0.0,
-    }  # fmt: skip
-    match variant:
-        case Awq():
-            return job | {"grid": variant.grid}
-        case Gptq():
-            return job | {"dampening": variant.dampening, "max_fallback": variant.max_fallback}
-        case Fp8():
-            return job
-
-
-def _assemble(folder: Path, baseline: Path) -> None:
-    """Weights from the worker; config.json is the baseline's plus how it is quantized; all else byte for byte the
-    baseline's.
-    """
-    work = folder / "work"
-    written = json.loads((work / "config.json").read_bytes())
-    for path in (*work.glob("*.safetensors"), *work.glob(INDEX)):
-        path.rename(folder / path.name)
-    shutil.rmtree(work)
-    config = read_config(baseline) | {"quantization_config": written.get("quantization_config")}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    taken = {"config.json", INDEX, MANIFEST_NAME}
-    files = [p for p in baseline.rglob("*") if p.is_file() and p.suffix != ".safetensors" and p.name not in taken]
-    _carry(files, baseline, folder)
-
-
-def _parse_as_server(context: Context, name: str, folder: Path) -> None:
-    """Let the serving environment's compressed-tensors read the config, if that environment is there already."""
-    python = context.recipe.serving.python or spec_of("vllm", context.machine.flavour).folder / "bin" / "python"
-    if not python.exists():
-        return
-    job = {"quantization_config": read_config(folder)["quantization_config"]}
-    try:
-        context.run_with(python, f"{name} config", "check_config_worker.py", job)
-    except WorkerError as error:
-        raise WorkerError(f"{name}: the serving environment does not understand its config: {error}") from error
-
-
 # --- files ----------
-def _carry(files: Iterable[Path], root: Path, out: Path) -> None:
-    for path in files:
-        inside = path.relative_to(root) if path.is_relative_to(root) else Path(path.name)
-        (out / inside).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, out / inside)
-
-
 def link(source: Path, target: Path) -> None:
     """A hard link costs no disk; across file systems, a copy."""
     try:
@@ -259,7 +195,7 @@ def link(source: Path, target: Path) -> None:
 # --- manifest ----------
 def _facts(variant: Variant, made: Made) -> dict[str, Any]:
     return {
-        "settings": variant.model_dump(mode="json"), "label": scheme_label(variant), "calibration": made.calibration,
+        "settings": settings_of(variant), "label": scheme_label(variant), "calibration": made.calibration,
         "layers": len(made.targets), "layers_fallback": made.fallback, "source_note": made.note,
         "peak_memory_bytes": made.peak_memory_bytes,
     }  # fmt: skip
@@ -276,11 +212,12 @@ def _write_manifest(
         FileEntry(name=str(p.relative_to(folder)), size_bytes=p.stat().st_size, sha256=sha256_file(p)) for p in files
     )
     linked = name == BASELINE and _conversion(model) == "link"
+    runtime = None if linked else context.runtime_of(backend_of(context.recipe.variant(name)))
     manifest = Manifest(
         variant=name, model=source_text(context.recipe.model), revision=model.outline.revision,
-        source_sha256=model.sha256, runtime="none" if linked else context.runtime.name,
-        packages={} if linked else {**context.runtime.packages, **packages},
-        qserve_version=__version__, threads=None if linked else context.threads, files=entries,
+        source_sha256=model.sha256, runtime=runtime.name if runtime else "none",
+        packages={**runtime.packages, **packages} if runtime else {},
+        qserve_version=__version__, threads=context.threads if runtime else None, files=entries,
         created=time.strftime("%FT%TZ", time.gmtime()), licence=model.outline.licence,
         base_model=model.outline.base_model, **facts,
     )  # fmt: skip

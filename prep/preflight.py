@@ -10,10 +10,34 @@ import psutil
 
 from qserve.artifacts import Machine
 from qserve.errors import PreflightError
-from qserve.prep.schemes import FUSED, Scheme, bytes_per_weight, ignore_of, layer_names, matches, scheme_of, text_config
+from qserve.prep.backends import check_backend
+from qserve.prep.schemes import (
+    BLOCK,
+    FUSED,
+    Scheme,
+    bytes_per_weight,
+    ignore_of,
+    layer_names,
+    matches,
+    scheme_of,
+    text_config,
+)
 from qserve.prep.shapes import fitting_group_sizes, linear_shapes
 from qserve.prep.source import Config, Outline
-from qserve.recipe import Awq, Fp8, Gguf, GgufType, Gptq, LayerVariant, QuantizedVariant, Recipe
+from qserve.recipe import Recipe
+from qserve.variants import (
+    Awq,
+    Fp8,
+    Gguf,
+    GgufType,
+    Gptq,
+    LayerVariant,
+    Mxfp4,
+    Nvfp4,
+    QuantizedVariant,
+    Rtn,
+    samples_of,
+)  # fmt: skip
 from qserve.workspace import Workspace, free_bytes
 
 CPU_KERNEL_MULTIPLE = 32  # vLLM's W4A16 kernel for CPUs: input and output widths
@@ -25,7 +49,7 @@ GGUF_BITS: dict[GgufType, float] = {
 SPARE_BYTES = 256 * 2**20
 # Copies of the hidden states that calibration holds at once: cached inputs, their successors, and for AWQ the
 # arguments and two outputs of the block that is being scaled.
-ACTIVATION_COPIES = {"awq": 6, "gptq": 3, "fp8": 2}
+ACTIVATION_COPIES = {"awq": 6, "gptq": 3, "fp8": 2, "nvfp4": 2}
 
 
 def check_variant(name: str, variant: QuantizedVariant, config: Config, machine: Machine) -> None:
@@ -43,6 +67,8 @@ def check_variant(name: str, variant: QuantizedVariant, config: Config, machine:
     shapes = {kind: shape for kind, shape in linear_shapes(config).items() if kind in targeted}
     _check_head(name, variant, config)
     _check_groups(name, scheme, shapes, config)
+    _check_blocks(name, scheme, shapes)
+    check_backend(name, variant, config, shapes)
     _check_fused(name, names, ignore)
     if machine.flavour == "cpu":
         _check_cpu_kernel(name, scheme, shapes)
@@ -55,7 +81,11 @@ def kernel_notes(name: str, variant: QuantizedVariant, config: Config, machine: 
             yield f"{name}: this CPU has no FP8 kernel, so vLLM emulates it: the checkpoint is right, but slow here"
         case Fp8() if machine.gpu_capability is not None and float(machine.gpu_capability) < 8.9:
             yield f"{name}: this GPU has no FP8 arithmetic: vLLM uses the FP8 weights and 16-bit activations"
-        case Awq() | Gptq(activations="none") if machine.flavour == "cuda":
+        case Nvfp4() | Mxfp4() if machine.flavour == "cpu":
+            yield f"{name}: vLLM has no CPU kernel for FP4: the checkpoint is made, and is for GPUs that have FP4"
+        case Nvfp4() | Mxfp4() if machine.gpu_capability is not None and float(machine.gpu_capability) < 10:
+            yield f"{name}: this GPU has no FP4 arithmetic: vLLM uses the FP4 weights and 16-bit activations"
+        case Awq() | Gptq(activations="none") | Rtn(activations="none") if machine.flavour == "cuda":
             wide = {kind: shape for kind, shape in linear_shapes(config).items() if shape[1] % 128 or shape[0] % 64}
             if wide:
                 yield f"{name}: {_listed(wide)} do not fit vLLM's Marlin kernel (128 in, 64 out): a slower one is used"
@@ -65,7 +95,7 @@ def kernel_notes(name: str, variant: QuantizedVariant, config: Config, machine: 
             wide = {kind: shape for kind, shape in linear_shapes(config).items() if shape[1] % K_BLOCK}
             if wide:
                 yield f"{name}: {_listed(wide)} are no multiple of {K_BLOCK} wide: llama.cpp takes larger types there"
-        case Awq() | Gptq() | Fp8():
+        case Awq() | Gptq() | Fp8() | Rtn() | Nvfp4() | Mxfp4():
             return
         case _:
             assert_never(variant)
@@ -94,11 +124,11 @@ def check_memory(recipe: Recipe, outline: Outline, variants: Mapping[str, Quanti
         if isinstance(variant, Gguf):
             continue  # converted and rounded tensor by tensor
         weights = outline.bf16_bytes * width // 2
-        samples = variant.samples or recipe.calibration.samples
-        each = recipe.calibration.tokens * hidden * width * ACTIVATION_COPIES[variant.method]
+        samples = samples_of(variant) or recipe.calibration.samples
+        each = recipe.calibration.tokens * hidden * width * ACTIVATION_COPIES.get(variant.method, 0)
         need = weights + (samples * each if scheme_of(variant).calibrated else 0) + SPARE_BYTES
         if need > machine.memory_bytes:
-            fit = (machine.memory_bytes - weights - SPARE_BYTES) // each
+            fit = (machine.memory_bytes - weights - SPARE_BYTES) // each if each else 0
             remedy = f"at most {fit} such samples fit" if fit > 0 else "its weights alone do not fit"
             raise PreflightError(
                 f"{name}: needs about {need / 1e9:.1f} GB of memory ({weights / 1e9:.1f} GB weights, "
@@ -146,6 +176,15 @@ def _check_groups(name: str, scheme: Scheme, shapes: Mapping[str, tuple[int, int
         )
 
 
+def _check_blocks(name: str, scheme: Scheme, shapes: Mapping[str, tuple[int, int]]) -> None:
+    if scheme.weights["strategy"] != "block":
+        return
+    if wrong := {kind: shape for kind, shape in shapes.items() if shape[0] % BLOCK or shape[1] % BLOCK}:
+        raise PreflightError(
+            f"{name}: blocks of {BLOCK} do not fit {_listed(wrong)}; use activations: dynamic (a scale a channel)"
+        )
+
+
 def _check_fused(name: str, names: list[tuple[str, str]], ignore: tuple[str, ...]) -> None:
     """Engines run q, k, v (and gate, up) as one matrix, so all or none of them must be quantized, in every layer."""
     ignored = {layer for _, layer in names if any(matches(pattern, layer) for pattern in ignore)}
@@ -162,7 +201,7 @@ def _check_fused(name: str, names: list[tuple[str, str]], ignore: tuple[str, ...
 
 
 def _check_cpu_kernel(name: str, scheme: Scheme, shapes: Mapping[str, tuple[int, int]]) -> None:
-    if scheme.activations is not None:
+    if scheme.activations is not None or scheme.weights["type"] == "float":
         return
     if scheme.bits == 8:
         raise PreflightError(

@@ -20,8 +20,9 @@ from qserve.prep.data import build_data, calibration_record, data_folder, read_p
 from qserve.prep.preflight import check_disk, check_memory, check_variant, kernel_notes
 from qserve.prep.schemes import scheme_of
 from qserve.prep.source import Model, Outline, look, open_model
-from qserve.recipe import BASELINE, Bf16, Gguf, PathSource, Recipe
+from qserve.recipe import PathSource, Recipe
 from qserve.uvrun import Say
+from qserve.variants import BASELINE, Bf16, Gguf, samples_of, settings_of
 from qserve.workspace import Workspace
 
 
@@ -164,13 +165,13 @@ def _fits(context: Context, model: Model, found: Prepared, data: Path) -> bool:
     variant = context.recipe.variant(found.variant)
     if (manifest.variant, manifest.source_sha256) != (found.variant, model.sha256):
         return False
-    if manifest.settings != variant.model_dump(mode="json"):
+    if manifest.settings != settings_of(variant):
         return False
     if isinstance(variant, Bf16 | Gguf) or not scheme_of(variant).calibrated:
         return True
     if not _has_data(data) or manifest.calibration is None:
         return False
-    return manifest.calibration.sha256 == calibration_record(data, variant.samples)[0].sha256
+    return manifest.calibration.sha256 == calibration_record(data, samples_of(variant))[0].sha256
 
 
 def _has_data(folder: Path) -> bool:

@@ -13,7 +13,8 @@ from qserve.prep.context import Context
 from qserve.prep.headers import INDEX, read_folder
 from qserve.prep.verify import parameters
 from qserve.prep.verify_gguf import GgufFound, verify_gguf
-from qserve.recipe import Gguf, source_text
+from qserve.recipe import source_text
+from qserve.variants import Gguf
 
 GGUF_NAME = "model.gguf"
 

@@ -13,7 +13,7 @@ import numpy as np
 from qserve.artifacts import Weights
 from qserve.errors import UsageError, WorkerError
 from qserve.prep.gguf import TENSOR_TYPES, GgufTensor, read_gguf
-from qserve.recipe import GgufType
+from qserve.variants import GgufType
 
 # What llama-quantize writes for each type where it fits, and what it takes instead for rows that do not.
 # https://github.com/ggml-org/llama.cpp/blob/master/src/llama-quant.cpp, tensor_type_fallback

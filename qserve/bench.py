@@ -23,10 +23,12 @@ from qserve.eval.throughput import Prompts
 from qserve.jobs import Job, run_job
 from qserve.machine import available_bytes
 from qserve.measure import Arm, Context, Inputs, Part, measure, part_path
+from qserve.packed import LOADER
 from qserve.prep.checkpoint import Prepared
-from qserve.recipe import BASELINE, Bench, Recipe
+from qserve.recipe import Bench, Recipe
 from qserve.serve.engine import Engine, Room, Setting
 from qserve.serve.kv_cache import GIB, read_config
+from qserve.variants import BASELINE
 from qserve.workspace import digest_of
 
 REFERENCE_WORKER = Path(fidelity.__file__).with_name("reference_worker.py")
@@ -170,7 +172,7 @@ def _reference(
         threads = inputs.recipe.threads or inputs.machine.cores
         job = Job(
             name=f"reference {prepared.variant}", python=inputs.reference.python, worker=REFERENCE_WORKER,
-            spec={"checkpoint": str(prepared.folder), "windows": windows, "threads": threads},
+            spec={"checkpoint": str(prepared.folder), "windows": windows, "threads": threads, "loader": str(LOADER)},
             log=run / f"reference-{prepared.variant}.log",
             env={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)},
         )  # fmt: skip

@@ -241,11 +241,14 @@ def init(
 @app.command()
 def runtimes(
     action: Annotated[RuntimeAction, typer.Argument(help="What to do.")] = RuntimeAction.list,
-    name: Annotated[str | None, typer.Argument(help="llmcompressor, vllm or llama.cpp; default: all.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="llmcompressor, vllm, llama.cpp, ...; default: all."),
+    ] = None,
 ) -> None:
     """Manage the environments of the heavy stacks.
 
-    List, build, check or remove those of llm-compressor and vLLM, and the build of llama.cpp.
+    List, build, check or remove them: llm-compressor, vLLM, AutoAWQ, AutoGPTQ, GPTQModel, llama.cpp.
     """
     from qserve.runtimes import runtimes_command
 

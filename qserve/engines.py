@@ -14,12 +14,13 @@ from qserve.artifacts import Machine
 from qserve.errors import PreflightError, UsageError
 from qserve.llama_cpp import adopt_llama_server, ensure_llama_cpp
 from qserve.machine import look
-from qserve.recipe import BASELINE, EngineName, Gguf, Recipe, Serving, Variant
+from qserve.recipe import EngineName, Recipe, Serving
 from qserve.runtime_spec import sglang_spec
 from qserve.runtimes import adopt, ensure, ensure_runtime
 from qserve.serve import llama_server, sglang, tgi, transformers_loop, vllm
 from qserve.serve.engine import Engine, Setting
 from qserve.uvrun import Say
+from qserve.variants import BASELINE, Gguf, Variant
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from qserve.errors import QserveError, ServerError
 from qserve.eval import fidelity, quality, throughput
 from qserve.eval.throughput import Pair, Plan, Prompts
 from qserve.prep.checkpoint import Prepared
-from qserve.recipe import BASELINE, Bench, Recipe
+from qserve.recipe import Bench, Recipe
 from qserve.runtimes import Runtime
 from qserve.serve import server
 from qserve.serve.engine import Engine, Subject
+from qserve.variants import BASELINE
 from qserve.workspace import Workspace
 
 Say = Callable[[str], None]

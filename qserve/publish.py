@@ -97,7 +97,7 @@ def publish(
 
 # --- what was asked for ----------
 def _names(recipe: "Recipe", variant: str | None, all_: bool) -> tuple[str, ...]:
-    from qserve.recipe import BASELINE
+    from qserve.variants import BASELINE
 
     if (variant is None) != all_:
         raise UsageError("name one variant, or give --all for every variant of the recipe")

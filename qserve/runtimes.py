@@ -23,6 +23,7 @@ from qserve.errors import RuntimeBuildError, UsageError
 from qserve.machine import look
 from qserve.packages import fetch_package_file as fetch_package_file
 from qserve.runtime_spec import (
+    ALWAYS,
     FLAVOURS,
     NAMES,
     Flavour,
@@ -148,7 +149,10 @@ def remove_runtime(name: str, digest: str | None = None) -> tuple[RuntimeInfo, .
 
 
 def runtimes_command(action: str, name: str | None, say: Say) -> Iterator[str]:
-    """`qserve runtimes list|build|check|remove [llmcompressor|vllm]`, for this machine's flavour: lines to print."""
+    """`qserve runtimes list|build|check|remove [NAME]`, for this machine's flavour: lines to print.
+
+    With no name, `build` makes what every recipe needs; what else a recipe names is built on its first use.
+    """
     if name is not None and name not in (*NAMES, llama_cpp.NAME):
         raise UsageError(f"no runtime {name!r}; there are {', '.join((*NAMES, llama_cpp.NAME))}")
     flavour, names = look().flavour, [known for known in NAMES if name in (None, known)]
@@ -159,7 +163,7 @@ def runtimes_command(action: str, name: str | None, say: Say) -> Iterator[str]:
             if not found:
                 yield f"no runtime in {runtimes_root()}; `qserve runtimes build` makes them, and so does the first use"
         case "build":
-            for known in names:
+            for known in names if name else ALWAYS:
                 yield _versions(ensure_runtime(known, flavour, say))
             if name == llama_cpp.NAME:
                 yield llama_cpp.ensure_llama_cpp(flavour, say).line

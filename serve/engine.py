@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 from qserve.artifacts import Machine, Memory, ServerFacts
-from qserve.recipe import EngineName, Serving, Variant
+from qserve.recipe import EngineName, Serving
 from qserve.serve.server import Launch, Server
+from qserve.variants import Variant
 
 
 @dataclass(frozen=True)

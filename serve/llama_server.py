@@ -17,10 +17,10 @@ import httpx
 from qserve.artifacts import Memory, ServerFacts
 from qserve.errors import PreflightError
 from qserve.machine import core_ids
-from qserve.recipe import Gguf, Variant
 from qserve.serve.engine import Setting, Subject
 from qserve.serve.kv_cache import GIB, context_length, kv_bytes_per_token
 from qserve.serve.server import Launch, Server, ask
+from qserve.variants import Gguf, Variant
 
 MIB = 2**20
 GGUF_NAME = "model.gguf"

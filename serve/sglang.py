@@ -10,12 +10,12 @@ from typing import Literal
 
 from qserve.artifacts import Machine, Memory, ServerFacts
 from qserve.errors import PreflightError
-from qserve.recipe import Variant
 from qserve.serve.engine import Setting, Subject
 from qserve.serve.info import probe
 from qserve.serve.kv_cache import context_length, kv_bytes_per_token
 from qserve.serve.server import Launch, Server
 from qserve.serve.vllm import choose_dtype
+from qserve.variants import Variant
 
 COUNTERS = {
     "running": ("sglang:num_running_reqs",), "waiting": ("sglang:num_queue_reqs",),

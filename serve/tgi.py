@@ -14,11 +14,11 @@ from typing import Literal
 
 from qserve.artifacts import Machine, Memory, ServerFacts
 from qserve.errors import PreflightError
-from qserve.recipe import Variant
 from qserve.serve.engine import Setting, Subject
 from qserve.serve.info import probe
 from qserve.serve.kv_cache import context_length
 from qserve.serve.server import Launch, Server
+from qserve.variants import Variant
 
 IMAGES: Mapping[str, str] = {
     "cuda": "ghcr.io/huggingface/text-generation-inference:3.3.4",

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Literal
 
 from qserve.artifacts import Memory, ServerFacts
-from qserve.recipe import Gguf, Variant
+from qserve.packed import LOADER
 from qserve.serve.engine import Setting, Subject
 from qserve.serve.kv_cache import context_length
 from qserve.serve.server import Launch, Server
 from qserve.serve.vllm import choose_dtype
 from qserve.values import Frozen
+from qserve.variants import Gguf, Variant
 
 WORKER = Path(__file__).with_name("transformers_worker.py")
 LoopName = Literal["transformers", "pipeline"]
@@ -58,6 +59,7 @@ class TransformersLoop:
         host, port = at
         argv = (
             str(self.python), str(WORKER), "--mode", self.name, "--checkpoint", str(subject.folder),
+            "--loader", str(LOADER),
             "--name", subject.name, "--host", host, "--port", str(port), "--dtype", self.dtype,
             "--device", self.device, "--context", str(self.context), "--threads", str(self.threads),
         )  # fmt: skip

@@ -1,15 +1,17 @@
 """The naive server that people start with: one `generate` at a time behind HTTP, no batching.
 
-    python transformers_worker.py --mode transformers|pipeline --checkpoint FOLDER --name ID --port N ...
+    python transformers_worker.py --mode transformers|pipeline --checkpoint FOLDER --loader FILE --name ID --port N ...
 
 `transformers` streams each token as it comes. `pipeline` makes one `pipeline()` call a request, which gives its text at
 the end, all at once. A request waits until the one before it is done; one whose client has left is ended.
-Run with a runtime's own Python: imports nothing of qserve. Its first line of log says in JSON what it serves.
+Run with a runtime's own Python: imports nothing of qserve; loads FILE, qserve/plain_worker.py, by its path. Its first
+line of log says in JSON what it serves.
 """
 
 import argparse
 import json
 import os
+import runpy
 import select
 import socket
 import threading
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoTokenizer, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 UNSUPPORTED = ("stop", "echo", "logprobs", "suffix", "tools", "response_format", "logit_bias")
 Put = Callable[[str, str | None, int], None]  # text, finish reason, output tokens so far
@@ -331,7 +333,7 @@ def load(args: argparse.Namespace) -> Naive:
     torch.set_num_threads(args.threads)
     device = "cuda" if args.device == "cuda" else "cpu"
     dtype = getattr(torch, args.dtype)
-    model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=dtype).to(device).eval()
+    model = runpy.run_path(args.loader)["load"](args.checkpoint, dtype).to(device)
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
     pipe = None
     if args.mode == "pipeline":
@@ -343,10 +345,13 @@ def describe(naive: Naive) -> dict[str, object]:
     model = naive.model
     quantized = getattr(model.config, "quantization_config", None)
     method = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
+    named = None if method is None else str(getattr(method, "value", method))
+    if expanded := getattr(model, "expanded_from", None):  # a format that transformers alone cannot read
+        named = f"{expanded}, expanded"
     layers = {type(m).__name__ for m in model.modules() if isinstance(m, torch.nn.Linear)}
     return {
         "version": transformers.__version__, "torch": torch.__version__, "dtype": str(model.dtype).split(".")[-1],
-        "quantization": None if method is None else str(getattr(method, "value", method)),
+        "quantization": named,
         "kernels": [f"torch {name}" for name in sorted(layers)] + [f"{model.config._attn_implementation} attention"],
         "loaded_bytes": int(model.get_memory_footprint()), "threads": torch.get_num_threads(),
     }  # fmt: skip
@@ -354,7 +359,7 @@ def describe(naive: Naive) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("--checkpoint", "--name", "--host", "--dtype", "--device"):
+    for name in ("--checkpoint", "--loader", "--name", "--host", "--dtype", "--device"):
         parser.add_argument(name, required=True)
     for name in ("--port", "--context", "--threads"):
         parser.add_argument(name, type=int, required=True)

@@ -18,10 +18,11 @@ from typing import Literal, assert_never
 from qserve.artifacts import Machine, Memory, ServerFacts
 from qserve.errors import PreflightError
 from qserve.machine import core_ids
-from qserve.recipe import Awq, Bf16, Fp8, Gguf, Gptq, Serving, Variant
+from qserve.recipe import Serving
 from qserve.serve.engine import Room, Setting, Subject
 from qserve.serve.kv_cache import GIB, context_length, kv_bytes_per_token
 from qserve.serve.server import Launch, Server
+from qserve.variants import Awq, Bf16, Fp8, Gguf, Gptq, Mxfp4, Nvfp4, Rtn, Variant
 
 # what its counters are called in /metrics
 COUNTERS = {
@@ -197,16 +198,24 @@ def unservable(variant: Variant, machine: Machine) -> str | None:
     """Why the locked vLLM has no kernel for this format on this machine; None where it has one."""
     x86_without_avx512 = machine.flavour == "cpu" and "avx2" in machine.isa and "avx512f" not in machine.isa
     match variant:
-        case Awq() | Gptq(activations="none") if x86_without_avx512:
+        case Awq() | Gptq(activations="none") | Rtn(activations="none") if x86_without_avx512:
             return (
                 "vLLM's build for CPUs without AVX-512 has no kernel for 4-bit weights; serve it on a GPU or on a CPU "
                 "with AVX-512"
             )
-        case Gptq(activations="none", bits=8) if machine.flavour == "cpu":
+        case Gptq(activations="none", bits=8) | Rtn(activations="none", bits=8) if machine.flavour == "cpu":
             return "vLLM's CPU kernel takes 4-bit weights only; use bits: 4, or activations: int8"
         case Gguf():
             return "vLLM's builds here read no GGUF files; use --engine llama-server"
-        case Bf16() | Awq() | Gptq() | Fp8():
+        case Nvfp4() | Mxfp4() if machine.flavour == "cpu":
+            return "vLLM has no CPU kernel for FP4; serve it on a GPU (compute capability 10.0 computes in it)"
+        case Fp8(kv_cache=True) if x86_without_avx512:
+            return "vLLM's FP8 KV cache needs AVX-512 on a CPU; leave kv_cache out, or serve it on a GPU"
+        case Fp8(kv_cache=True) if machine.gpu_capability is not None and float(machine.gpu_capability) < 8.9:
+            return "an FP8 KV cache needs a GPU with FP8 arithmetic (compute capability 8.9); leave kv_cache out"
+        case Fp8(activations="block") if machine.flavour == "cpu" and "amx_tile" not in machine.isa:
+            return "vLLM's CPU kernel for FP8 in blocks needs AMX; use activations: dynamic, or serve it on a GPU"
+        case Bf16() | Awq() | Gptq() | Fp8() | Rtn() | Nvfp4() | Mxfp4():
             return None
     assert_never(variant)
 

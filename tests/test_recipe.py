@@ -8,10 +8,12 @@ import pytest
 
 from qserve.errors import UsageError
 from qserve.prep.shapes import linear_shapes
-from qserve.recipe import Awq, Gptq, find_recipe, gptq_group_size, load_recipe, shipped_recipes, source_text
+from qserve.recipe import find_recipe, load_recipe, shipped_recipes, source_text
+from qserve.variants import Awq, Gptq, Rtn, backend_of, group_size_of, settings_of
 
 # Widths as each model's config.json has them.
 CONFIGS: dict[str, dict[str, object]] = {
+    "backends": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9},
     "quickstart": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9},
     "smollm2-135m": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9},
     "qwen2.5-0.5b-instruct": {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14},
@@ -32,8 +34,8 @@ def group_sizes(name: str) -> list[int]:
     for variant in load_recipe(shipped_recipes()[name]).variants.values():
         if isinstance(variant, Awq):
             found.append(variant.group_size)
-        if isinstance(variant, Gptq) and variant.activations == "none":
-            found.append(gptq_group_size(variant))
+        if isinstance(variant, Gptq | Rtn) and variant.activations == "none":
+            found.append(group_size_of(variant))
     return found
 
 
@@ -42,10 +44,10 @@ def test_every_shipped_recipe_loads_and_its_group_sizes_divide_its_model() -> No
     seen = 0
     for name, config in CONFIGS.items():
         sizes, widths = group_sizes(name), {width for _, width in linear_shapes(config).values()}
-        assert len(sizes) == 2 and len(widths) == 2, name
+        assert len(sizes) == (6 if name == "backends" else 2) and len(widths) == 2, name
         assert all(width % size == 0 for width in widths for size in sizes), name
         seen += 1
-    assert seen == 5
+    assert seen == 6
 
 
 def test_shipped_recipes_ask_for_what_their_server_can_hold_and_invent_no_commit() -> None:
@@ -57,14 +59,30 @@ def test_shipped_recipes_ask_for_what_their_server_can_hold_and_invent_no_commit
         assert recipe.bench.prompt_tokens + recipe.bench.output_tokens <= context, name
         assert recipe.quality.tokens <= context, name
         assert recipe.revision is None, name
-        assert list(recipe.variants) == ["awq", "gptq", "int8", "fp8"], name
+        assert name == "backends" or list(recipe.variants) == ["awq", "gptq", "int8", "fp8"], name
         seen += 1
-    assert seen == 5
+    assert seen == 6
+
+
+def test_backends_are_compared_at_the_same_settings() -> None:
+    variants = load_recipe(shipped_recipes()["backends"]).variants
+    own = {"autoawq": "awq-llmc", "autogptq": "gptq-llmc", "gptqmodel": "gptq-llmc"}
+    settings = {name: settings_of(variant) for name, variant in variants.items()}
+    seen = {backend_of(variant): name for name, variant in variants.items() if backend_of(variant) in own}
+    assert set(seen) == set(own)
+    for backend, name in seen.items():
+        assert settings[name] == {**settings[own[backend]], "backend": backend}
 
 
 @pytest.mark.parametrize(("old", "new", "line", "said"), [
     ("group_size: 64", "group_sise: 64", 5, r"variants\.awq\.group_sise: unknown field; did you mean .*group_size"),
+    ("group_size: 64", "dampening: 0.1", 5, r"awq\.dampening: unknown field; .* of backend, bits, grid, "),
+    ("group_size: 64", "backend: autogptq", 5, r"variants\.awq\.backend: .*'llmcompressor' or 'autoawq'"),
+    ("group_size: 64", "backend: autoawq, symmetric: true", 5, r"variants\.awq: backend: autoawq goes with symmetric"),
+    ("group_size: 64", "backend: autoawq, ignore: [x]", 5, r"variants\.awq: backend: autoawq takes no `ignore`"),
     ("group_size: 64", "group_size: lots", 5, r"variants\.awq\.group_size: .*integer"),
+    ("method: awq, group_size: 64", "method: rtn, grid: 3", 5, r"awq\.grid: unknown field; .* of activations, bits, "),
+    ("method: awq, group_size: 64", "method: gptq, smooth: 0.5", 5, r"smooth goes with activations: int8"),
     ("method: awq", "method: magic", 5, r"variants\.awq.*: .*'awq', 'gptq', 'fp8'"),
     ("awq: {", "bf16: {", 4, r"variants: 'bf16' is the baseline"),
     ("owner/name", "name", 1, r"model: 'name' is no file or folder here"),

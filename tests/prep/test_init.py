@@ -11,7 +11,8 @@ from qserve.errors import UsageError
 from qserve.prep.init import recipe_text, write_starting_recipe
 from qserve.prep.shapes import fitting_group_sizes, linear_shapes
 from qserve.prep.source import Outline
-from qserve.recipe import Awq, Gptq, HubSource, PackageSource, PathSource, load_recipe
+from qserve.recipe import HubSource, PackageSource, PathSource, load_recipe
+from qserve.variants import Awq, Gptq
 
 LLAMA = {
     "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,

@@ -11,7 +11,8 @@ from qserve.errors import PreflightError
 from qserve.prep.preflight import check_disk, check_memory, check_variant, compute_dtype, expected_bytes, kernel_notes
 from qserve.prep.schemes import ignore_of, matches
 from qserve.prep.source import Outline
-from qserve.recipe import Awq, Fp8, Gptq, QuantizedVariant, Recipe
+from qserve.recipe import Recipe
+from qserve.variants import Awq, Fp8, Gptq, QuantizedVariant
 from qserve.workspace import Workspace
 
 CPU = Machine(flavour="cpu", cpu="test", cores=2, isa=("avx2",), memory_bytes=16 * 2**30)
@@ -48,6 +49,25 @@ def test_what_fits_passes() -> None:
         (Fp8(method="fp8", ignore=()), SMOL, ["add lm_head"]),
         (Gptq(method="gptq", bits=8, group_size=64), SMOL, ["no CPU kernel for 8-bit", "activations: int8"]),
         (Gptq(method="gptq", group_size=16), llama_config(hidden=48), ["multiples of 32", "q_proj (48 in"]),
+        (Awq(method="awq", group_size=128, backend="autoawq"), SMOL, ["group_size 128", "fit: 64, 32, 16"]),
+        (Awq(method="awq", group_size=64, backend="autoawq"), {**SMOL, "model_type": "olmo3"}, ["AutoAWQ", "olmo3"]),
+        (
+            Gptq(method="gptq", group_size=64, backend="autogptq"),
+            {**SMOL, "model_type": "qwen3"},
+            ["does not know qwen3"],
+        ),
+        (Gptq(method="gptq", group_size=16, backend="gptqmodel"), SMOL, ["group_size of 32, 64, 128", "this is 16"]),
+        (
+            Gptq(method="gptq", group_size=32, backend="gptqmodel"),
+            llama_config(hidden=96),
+            ["k_proj"],
+        ),
+        (Gptq(method="gptq", bits=8, group_size=64, backend="gptqmodel"), SMOL, ["no CPU kernel for 8-bit"]),
+        (
+            Awq(method="awq", group_size=64, backend="autoawq"),
+            {**SMOL, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            ["AutoAWQ needs transformers 4", "by kind of layer"],
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(variant: QuantizedVariant, config: dict[str, object], words: list[str]) -> None:

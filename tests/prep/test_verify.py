@@ -9,9 +9,10 @@ import pytest
 from tiny import Arrays, bf16, llama_arrays, llama_config, write_llama, write_safetensors
 
 from qserve.errors import WorkerError
+from qserve.prep.headers import read_folder
 from qserve.prep.schemes import scheme_of
-from qserve.prep.verify import Expectation, verify
-from qserve.recipe import Fp8, Gptq
+from qserve.prep.verify import Expectation, floats, verify
+from qserve.variants import Fp8, Gptq
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG = llama_config()
@@ -121,6 +122,21 @@ def test_a_config_that_changed_is_caught(tmp_path: Path, baseline: Path) -> None
     (folder / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(WorkerError, match="does not say how it is quantized"):
         verify(folder, baseline, WANT)
+
+
+@pytest.mark.parametrize(("dtype", "raw", "value"), [
+    ("F8_E4M3", 0x38, 1.0), ("F8_E4M3", 0x01, 2.0**-9), ("F8_E4M3", 0x7E, 448.0), ("F8_E4M3", 0xB8, -1.0),
+    ("U8", 127, 1.0), ("U8", 126, 0.5), ("U8", 130, 8.0),
+])  # fmt: skip
+def test_scales_of_eight_bits_are_read(tmp_path: Path, dtype: str, raw: int, value: float) -> None:
+    write_safetensors(tmp_path / "model.safetensors", {"x.weight_scale": (dtype, np.array([[raw]], np.uint8))})
+    assert floats(read_folder(tmp_path)["x.weight_scale"]).tolist() == [value]
+
+
+@pytest.mark.parametrize(("dtype", "raw"), [("F8_E4M3", 0x7F), ("F8_E4M3", 0xFF), ("U8", 255)])
+def test_a_scale_of_eight_bits_that_is_no_number_is_seen(tmp_path: Path, dtype: str, raw: int) -> None:
+    write_safetensors(tmp_path / "model.safetensors", {"x.weight_scale": (dtype, np.array([[raw]], np.uint8))})
+    assert not np.isfinite(floats(read_folder(tmp_path)["x.weight_scale"])).any()
 
 
 def test_a_nan_among_fp8_weights_is_caught(tmp_path: Path, baseline: Path) -> None:

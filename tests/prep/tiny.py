@@ -6,7 +6,15 @@ from pathlib import Path
 import numpy as np
 
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
-DTYPES = {"I8": np.int8, "U8": np.uint8, "BF16": np.uint16, "F8_E4M3": np.uint8, "F32": np.float32, "F16": np.float16}
+DTYPES = {
+    "I32": np.int32,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BF16": np.uint16,
+    "F8_E4M3": np.uint8,
+    "F32": np.float32,
+    "F16": np.float16,
+}
 Arrays = dict[str, tuple[str, np.ndarray]]  # name -> (safetensors dtype, values)
 
 

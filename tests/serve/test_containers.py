@@ -7,11 +7,12 @@ import pytest
 
 from qserve.artifacts import Machine
 from qserve.errors import PreflightError
-from qserve.recipe import Bf16, Gptq, Serving
+from qserve.recipe import Serving
 from qserve.serve.engine import Room, Setting, Subject
 from qserve.serve.server import Server
 from qserve.serve.sglang import need_gpu, open_sglang
 from qserve.serve.tgi import find_image, open_tgi
+from qserve.variants import Bf16, Gptq
 
 GIB = 2**30
 CPU = Machine(flavour="cpu", cpu="c", cores=2, isa=("avx512f",), memory_bytes=24 * GIB)

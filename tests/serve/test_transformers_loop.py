@@ -19,12 +19,13 @@ from qserve.engines import install_engine
 from qserve.eval import quality
 from qserve.eval.load import Request, Target, run, run_load
 from qserve.machine import look
-from qserve.recipe import Bf16, Serving
+from qserve.recipe import Serving
 from qserve.serve.engine import Room, Setting, Subject
 from qserve.serve.info import probe
 from qserve.serve.kv_cache import read_config
 from qserve.serve.server import Server, free_port, running
 from qserve.serve.transformers_loop import LoopName, TransformersLoop, open_loop, read_log
+from qserve.variants import Bf16
 
 PROMPT = list(b"The quick brown fox")
 H100 = Machine(flavour="cuda", cpu="c", cores=8, isa=("avx512f",), memory_bytes=64 * 2**30, gpus=("H100",))

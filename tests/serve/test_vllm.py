@@ -6,10 +6,11 @@ import pytest
 
 from qserve.artifacts import Machine
 from qserve.errors import PreflightError
-from qserve.recipe import Awq, Bf16, Fp8, Gptq, Serving
+from qserve.recipe import Serving
 from qserve.serve import vllm
 from qserve.serve.engine import Room
 from qserve.serve.kv_cache import kv_bytes_per_token
+from qserve.variants import Awq, Bf16, Fp8, Gptq
 
 GIB = 2**30
 SMOLLM2 = {
