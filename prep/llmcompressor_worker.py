@@ -136,9 +136,9 @@ def _quick_columns() -> None:
     """
 
     def on_cpu(W1: torch.Tensor, *_: Any, quant_args: QuantizationArgs, **__: Any) -> bool:
-        return W1.device.type == "cpu" and quant_args.type == "int"
+        return bool(W1.device.type == "cpu" and quant_args.type == "int")
 
-    @ImplBackend.register("gptq_block_update", on_cpu, 0)
+    @ImplBackend.register("gptq_block_update", on_cpu, 0)  # type: ignore[untyped-decorator]
     def qserve_gptq_columns(
         W1: torch.Tensor, Hinv1: torch.Tensor, Q1: torch.Tensor, Err1: torch.Tensor, losses1: torch.Tensor,
         *, scale: Any, zero_point: Any, global_scale: Any, g_idx: Any, quant_args: QuantizationArgs, i1: int,
