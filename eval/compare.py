@@ -16,6 +16,11 @@ T_95 = (
 )  # fmt: skip
 
 
+def t_95(df: int) -> float:
+    """Two-sided 95 % quantile of Student's t."""
+    return T_95[df - 1] if df <= len(T_95) else 1.96
+
+
 def ratio(pairs: Sequence[tuple[float | None, float | None]], *, higher_is_faster: bool) -> Ratio | None:
     """variant / bf16 from (variant, bf16) values of each pair; None where no pair has both.
 
@@ -28,8 +33,7 @@ def ratio(pairs: Sequence[tuple[float | None, float | None]], *, higher_is_faste
     if len(logs) < 2:
         return Ratio(value=math.exp(mean), low=None, high=None, pairs=1, verdict="unresolved")
     spread = math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (len(logs) - 1))
-    t = T_95[len(logs) - 2] if len(logs) - 1 <= len(T_95) else 1.96
-    half = t * spread / math.sqrt(len(logs))
+    half = t_95(len(logs) - 1) * spread / math.sqrt(len(logs))
     low, high = math.exp(mean - half), math.exp(mean + half)
     verdict = _verdict(low, high) if higher_is_faster else _verdict(1 / high, 1 / low)
     return Ratio(value=math.exp(mean), low=low, high=high, pairs=len(logs), verdict=verdict)

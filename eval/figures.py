@@ -3,7 +3,7 @@
 import math
 
 from qserve.artifacts import Estimate, Ratio
-from qserve.eval.compare import T_95
+from qserve.eval.compare import t_95
 
 UNKNOWN = "unknown"
 NONE = "–"
@@ -13,7 +13,7 @@ def margin(se: float | None, windows: int) -> float | None:
     """Half-width of the 95 % interval of a mean over `windows` windows; None where the error is not known."""
     if se is None or windows < 2:
         return None
-    return se * (T_95[windows - 2] if windows - 1 <= len(T_95) else 1.96)
+    return se * t_95(windows - 1)
 
 
 def significant(value: float, digits: int = 3) -> str:

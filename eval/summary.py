@@ -20,6 +20,7 @@ def quantiles(values_s: Iterable[float]) -> Quantiles:
     n = len(sample)
     if n == 0:
         return Quantiles(n=0, mean=None, p50=None, p95=None, p99=None)
+    ordered = np.sort(sample)
     p50, p95, p99 = (float(value) for value in np.quantile(sample, (0.5, 0.95, 0.99)))
     return Quantiles(
         n=n,
@@ -27,7 +28,25 @@ def quantiles(values_s: Iterable[float]) -> Quantiles:
         p50=p50,
         p95=p95 if n >= P95_NEEDS else None,
         p99=p99 if n >= P99_NEEDS else None,
+        p50_range=bounds(ordered, 0.5),
+        p95_range=bounds(ordered, 0.95) if n >= P95_NEEDS else (None, None),
+        p99_range=bounds(ordered, 0.99) if n >= P99_NEEDS else (None, None),
     )
+
+
+def bounds(ordered: np.ndarray, q: float, miss: float = 0.05) -> tuple[float | None, float | None]:
+    """One-sided bounds of the q quantile: each is on the wrong side of it with a chance of at most `miss`.
+
+    The number of values below the true quantile is binomial(n, q), whatever the distribution is.
+    """
+    n = len(ordered)
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
+    k = np.arange(n + 1)
+    log_mass = log_factorial[n] - log_factorial[k] - log_factorial[n - k] + k * np.log(q) + (n - k) * np.log1p(-q)
+    at_most = np.cumsum(np.exp(log_mass))  # P(at most k values lie below the quantile)
+    low = int(np.searchsorted(at_most, miss, side="right"))  # ranks up to this one are above it with less than `miss`
+    high = int(np.searchsorted(at_most, 1 - miss)) + 1  # P(at least `high` lie below) <= miss
+    return float(ordered[low - 1]) if low >= 1 else None, float(ordered[high - 1]) if high <= n else None
 
 
 def summarize(runs: Sequence[LoadRun]) -> LoadSummary:
@@ -58,6 +77,7 @@ def summarize(runs: Sequence[LoadRun]) -> LoadSummary:
         counted_by="deltas" if any(record.output_tokens is None and record.deltas for record in served) else "usage",
         output_tokens_per_s=tokens / wall_s if tokens and wall_s else None,
         requests_per_s=len(ok) / wall_s if ok and wall_s else None,
+        block_tokens_per_s=tuple(speed for run in runs if (speed := _tokens_per_s(run))),
         ttft_s=quantiles(record.ttft_s for record in served if record.ttft_s is not None),
         itl_s=quantiles(gap for record in served for gap in record.itl_s),
         tpot_s=quantiles(tpot for record in ok if (tpot := tpot_s(record)) is not None),
@@ -71,6 +91,11 @@ def summarize(runs: Sequence[LoadRun]) -> LoadSummary:
 def token_count(record: RequestRecord) -> int:
     """Output tokens by the server's usage count; text deltas where it sent none."""
     return record.deltas if record.output_tokens is None else record.output_tokens
+
+
+def _tokens_per_s(run: LoadRun) -> float | None:
+    tokens = sum(token_count(record) for record in run.records if record.outcome in ("ok", "cut"))
+    return tokens / run.wall_s if run.wall_s else None
 
 
 def tpot_s(record: RequestRecord) -> float | None:

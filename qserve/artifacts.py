@@ -152,13 +152,20 @@ class Counters(Frozen):
 
 class Quantiles(Frozen):
     """Order statistics of one latency, in seconds. A percentile that the sample cannot carry is None
-    (p95 needs 20 values, p99 needs 100)."""
+    (p95 needs 20 values, p99 needs 100).
+
+    The ranges are one-sided 95 % bounds, below and above, by order statistics as if the values were independent; a
+    bound that the sample cannot carry is None (above p95: 59 values, above p99: 299).
+    """
 
     n: int
     mean: float | None
     p50: float | None
     p95: float | None
     p99: float | None
+    p50_range: tuple[float | None, float | None] = (None, None)
+    p95_range: tuple[float | None, float | None] = (None, None)
+    p99_range: tuple[float | None, float | None] = (None, None)
 
 
 class LoadSummary(Frozen):
@@ -185,6 +192,7 @@ class LoadSummary(Frozen):
     counted_by: Literal["usage", "deltas"]
     output_tokens_per_s: float | None
     requests_per_s: float | None
+    block_tokens_per_s: tuple[float, ...] = ()  # output tokens/s of each block that is pooled here
     ttft_s: Quantiles
     itl_s: Quantiles
     tpot_s: Quantiles

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+from pydantic import ValidationError
 
 from qserve import __version__
 from qserve.artifacts import DataParts, Point, Report
@@ -43,6 +44,24 @@ def quick_recipe(recipe: Recipe) -> Recipe:
         }
     )  # fmt: skip
     return recipe.model_copy(update={"bench": bench})
+
+
+def changed_recipe(recipe: Recipe, bench: Mapping[str, object], windows: int | None) -> Recipe:
+    """The recipe with what was given on the command line instead of its own; None leaves it. More pairs get more time.
+
+    Raises:
+        UsageError: a value that cannot be.
+    """
+    changes = {name: value for name, value in bench.items() if value is not None}
+    if isinstance(pairs := changes.get("pairs"), int):
+        changes["variant_s"] = recipe.bench.variant_s * max(1.0, pairs / recipe.bench.pairs)
+    try:
+        changed = Bench.model_validate(recipe.bench.model_dump() | changes)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(f"bench.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    quality = recipe.quality.model_copy(update={"windows": windows} if windows else {})
+    return recipe.model_copy(update={"bench": changed, "quality": quality})
 
 
 def run_bench(inputs: Inputs) -> Path:
@@ -134,9 +153,9 @@ def _arms(inputs: Inputs, engines: tuple[Engine, ...]) -> tuple[Arm, ...]:
 
 
 def _run_folder(inputs: Inputs, engines: tuple[Engine, ...]) -> Path:
-    """The folder of an unfinished run of exactly this, else a new one."""
+    """The folder of an unfinished run of exactly this, else a new one. What is to be chosen plays no part in it."""
     digest = digest_of(
-        [inputs.recipe.model_dump(mode="json"), [p.manifest.digest for p in inputs.prepared],
+        [inputs.recipe.model_dump(mode="json", exclude={"choose"}), [p.manifest.digest for p in inputs.prepared],
          [engine.identity for engine in engines], inputs.quick, __version__]
     )  # fmt: skip
     for folder in sorted(inputs.workspace.runs.glob(f"*-{digest}"), reverse=True):

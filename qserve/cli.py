@@ -74,13 +74,18 @@ def bench(
         list[str] | None,
         typer.Option("--engine", help="vllm or llama-server; may be given again. The first one serves bf16."),
     ] = None,
+    pairs: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's; the time grows with them.")] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Instead of the recipe's; repeatable.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
+    windows: Annotated[int | None, typer.Option(min=1, help="Of held-out text, instead of the recipe's.")] = None,
     workspace: WorkspaceOption = None,
 ) -> None:
     """Measure every checkpoint beside bf16.
 
     Each one is served; quality, memory, throughput and latency go into a report.
     """
-    from qserve.bench import quick_recipe, run_bench
+    from qserve.bench import changed_recipe, quick_recipe, run_bench
     from qserve.engines import choose_engines, install_engine
     from qserve.eval.findings import findings
     from qserve.eval.report import read_report
@@ -92,14 +97,16 @@ def bench(
     from qserve.workspace import open_workspace
 
     path, space, machine = find_recipe(recipe), open_workspace(workspace), look()
-    parsed = load_recipe(path)
+    changes = {"pairs": pairs, "concurrency": concurrency, "prompt_tokens": prompt_tokens,
+               "output_tokens": output_tokens}  # fmt: skip
+    parsed = changed_recipe(load_recipe(path), changes, windows)
     names = _only(parsed, only)
     engines = choose_engines(engine or (), parsed, names)
+    data = ensure_data(parsed, space, say)
     prepared = find_prepared(parsed, space, names)
     inputs = Inputs(
         recipe=quick_recipe(parsed) if quick else parsed, recipe_file=path, workspace=space, prepared=prepared,
-        data=ensure_data(parsed, space, say), machine=machine,
-        engines=tuple(install_engine(name, parsed.serving, say) for name in engines),
+        data=data, machine=machine, engines=tuple(install_engine(name, parsed.serving, say) for name in engines),
         reference=ensure_runtime("llmcompressor", machine.flavour, say), quick=quick, say=say,
     )  # fmt: skip
     run = run_bench(inputs)
@@ -256,7 +263,7 @@ def runtimes(
         typer.echo(line)
 
 
-from qserve import export, info, publish, race_command  # noqa: E402, F401  (declare their commands)
+from qserve import choose, export, info, publish, race_command  # noqa: E402, F401  (declare their commands)
 
 if __name__ == "__main__":
     app()

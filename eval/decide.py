@@ -1,0 +1,136 @@
+"""A Report and Wishes in, a Decision out. The rule is in settle.py; here it gets its words."""
+
+from collections.abc import Iterator
+
+from qserve.artifacts import Report
+from qserve.decision import Check, Decision, FormatStanding, Interval
+from qserve.errors import UsageError
+from qserve.eval import figures
+from qserve.eval.flips import Ground, flips
+from qserve.eval.more import more
+from qserve.eval.settle import Race, Settled, settle
+from qserve.recipe import BASELINE
+from qserve.wishes import Wishes
+
+
+def decide(report: Report, wishes: Wishes) -> Decision:
+    """One format with its reasons, or that it is unresolved, or that nothing qualifies.
+
+    Raises:
+        UsageError: a floor on what no report has.
+    """
+    if wishes.floor.tasks:
+        named = figures.listed(list(wishes.floor.tasks))
+        raise UsageError(
+            f"a floor on the task score of {named} is asked for, and this report has no task scores; "
+            "use a floor on kl, top1 or perplexity_ratio"
+        )
+    settled = settle(report, wishes)
+    rival = _runner_up(report, wishes, settled)
+    lead = settled.lead
+    chosen = lead if settled.outcome == "chosen" else None
+    return Decision(
+        run=report.run, model=report.model, machine=report.machine, wishes=wishes, outcome=settled.outcome,
+        choice=settled.choice, provisional=lead.name if lead and not chosen else None,
+        concurrency=chosen.concurrency if chosen else None, sentence=_sentence(settled, wishes),
+        reasons=tuple(_reasons(settled, wishes)), runner_up=rival.name if rival else None,
+        runner_up_says=_beside(rival, wishes) if rival else None, formats=settled.standings,
+        flips=flips(Ground(report, wishes, settled, rival or _base(settled, lead))), more=more(report, wishes, settled),
+    )  # fmt: skip
+
+
+def _base(settled: Settled, lead: FormatStanding | None) -> FormatStanding | None:
+    base = settled.standings[0]
+    return base if lead and lead is not base else None
+
+
+def _runner_up(report: Report, wishes: Wishes, settled: Settled) -> FormatStanding | None:
+    """The best of the others that qualify, by value; else of those that are undecided."""
+    if settled.lead is None:
+        return None
+    for standing in ("qualifies", "undecided"):
+        rest = tuple(s for s in settled.standings if s.standing == standing and s is not settled.lead)
+        if rest:
+            return Race(report, wishes, rest).best(rest)
+    return None
+
+
+# --- the sentence ----------
+def _sentence(settled: Settled, wishes: Wishes) -> str:
+    lead = settled.lead
+    match settled.outcome:
+        case "chosen":
+            assert lead
+            return _chosen(lead, wishes, settled.because)
+        case "unresolved":
+            until = f"; until then {lead.name} is safe" if lead else ""
+            why = [need.why for need in settled.needs]
+            first = "; ".join(why[:2]) + (f" (and {len(why) - 2} more)" if len(why) > 2 else "")
+            return f"Unresolved: {first}{until}."
+        case "nothing qualifies":
+            return f"Nothing qualifies: {'; '.join(f'{s.name}: {_first_failure(s)}' for s in settled.standings)}."
+
+
+def _chosen(lead: FormatStanding, wishes: Wishes, because: str) -> str:
+    at = f" at concurrency {lead.concurrency}" if lead.concurrency else ""
+    if lead.name == BASELINE:
+        parts = [f"Keep bf16{at}: {because}"]
+    else:
+        parts = [f"Deploy {lead.name} ({lead.label}){at}: {_beside(lead, wishes)}"]
+        parts += [because] if because else []
+    if lead.cost:
+        parts.append(f"{interval(lead.cost)} per million output tokens")
+    if lead.machines:
+        parts.append(_machines(lead))
+    return "; ".join(parts) + "."
+
+
+def _beside(one: FormatStanding, wishes: Wishes) -> str:
+    """A format's gain over bf16 in words."""
+    what = {"throughput": "the output tokens/s", "ttft": "the time to first token", "itl": "the time between tokens"}
+    if one.name == BASELINE:
+        return "bf16, the baseline"
+    if one.gain is None:
+        return f"{one.name} has no valid comparison with bf16"
+    return f"{figures.interval(one.gain)} times {what[wishes.objective]} of bf16"
+
+
+def _machines(one: FormatStanding) -> str:
+    said = f"{figures.count(one.machines or 0, 'machine')} for the asked rate"
+    if one.machines_cautious and one.machines_cautious != one.machines:
+        said += f" ({one.machines_cautious} at the low end of the interval)"
+    return said
+
+
+def interval(item: Interval) -> str:
+    """`0.42 [0.40, 0.45]`."""
+    if item.low is None or item.high is None:
+        return f"{figures.significant(item.value)} [no interval]"
+    return f"{figures.significant(item.value)} [{figures.significant(item.low)}, {figures.significant(item.high)}]"
+
+
+# --- the reasons ----------
+def _reasons(settled: Settled, wishes: Wishes) -> Iterator[str]:
+    """What speaks for the lead, then what speaks against each of the others."""
+    lead = settled.lead
+    if lead:
+        yield from (f"{lead.name}: {check.says}" for check in lead.checks)
+        if settled.outcome == "chosen" and settled.because:
+            yield f"{lead.name}: {settled.because}"
+    for one in settled.standings:
+        if one is lead:
+            continue
+        if one.standing == "qualifies":
+            yield f"{one.name} qualifies: {_beside(one, wishes)}"
+        else:
+            yield f"{one.name} is {one.standing}: {_first_failure(one)}"
+
+
+def _first_failure(one: FormatStanding) -> str:
+    """The demand that it fails; else the one that is unknown."""
+    order = sorted(one.checks, key=_gravity)
+    return order[0].says if order else "nothing is known of it"
+
+
+def _gravity(check: Check) -> int:
+    return {"fails": 0, "unknown": 1, "holds": 2}[check.state]

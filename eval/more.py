@@ -1,0 +1,53 @@
+"""From open questions to one command that answers them."""
+
+import math
+import shlex
+
+from qserve.artifacts import Report
+from qserve.decision import More
+from qserve.eval.settle import PAIRS_FIRST, Need, Settled
+from qserve.recipe import BASELINE
+from qserve.wishes import Wishes
+
+
+def more(report: Report, wishes: Wishes, settled: Settled) -> More | None:
+    """What to run; None where nothing is open. The new run is judged by itself, so its pairs are all it has."""
+    needs = settled.needs
+    if not needs:
+        return None
+    pairs = max((n for need in needs if (n := _pairs(report, wishes, settled, need))), default=None)
+    windows = max((need.windows for need in needs if need.windows), default=None)
+    concurrency = next((need.concurrency for need in needs if need.concurrency), None)
+    lengths = next((need.lengths for need in needs if need.lengths), (None, None))
+    if report.quick:
+        pairs = None
+    options: list[str] = []
+    for name, value in (("--pairs", pairs), ("--windows", windows), ("--concurrency", concurrency),
+                        ("--prompt-tokens", lengths[0]), ("--output-tokens", lengths[1])):  # fmt: skip
+        options += [name, str(value)] if value else []
+    options += _only(report, settled)
+    command = shlex.join(["qserve", "bench", report.recipe_file, *options])
+    return More(
+        why=tuple(need.why for need in needs), command=command, pairs=pairs, windows=windows, concurrency=concurrency
+    )
+
+
+def _pairs(report: Report, wishes: Wishes, settled: Settled, need: Need) -> int | None:
+    """Pairs that bring the requests that a percentile needs, or that a comparison needs."""
+    if need.requests is None:
+        return need.pairs
+    slots = report.recipe.get("bench", {}).get("requests_per_slot") or 1
+    at = wishes.traffic.concurrency or next(
+        (s.concurrency for s in settled.standings if s.name in need.names and s.concurrency), 1
+    )
+    return max(math.ceil(need.requests / (at * slots)), need.pairs or 0, PAIRS_FIRST)
+
+
+def _only(report: Report, settled: Settled) -> list[str]:
+    """The formats that are still in question, unless that is all of them. An arm `int8@engine` is its variant."""
+    if report.quick or not any(need.names for need in settled.needs):
+        return []
+    open_ = [s.name.split("@")[0] for s in settled.standings if s.standing != "excluded"]
+    every = {v.name.split("@")[0] for v in report.variants} - {BASELINE}
+    names = [name for name in dict.fromkeys(open_) if name != BASELINE]
+    return [word for name in names for word in ("--only", name)] if names and set(names) != every else []
