@@ -107,7 +107,7 @@ def of_load(point: Point | None, concurrency: int, wishes: Wishes) -> tuple[Chec
 
 
 def slo_check(load: LoadSummary, name: str, limit_s: float) -> Check:
-    """A percentile against its limit, by its bounds; a report without bounds is judged by the percentile alone."""
+    """A percentile against its limit, by its one-sided bounds."""
     latency, percentile = name.split("_")
     item = quantiles_of(load, latency)
     value: float | None = getattr(item, percentile)
@@ -118,13 +118,14 @@ def slo_check(load: LoadSummary, name: str, limit_s: float) -> Check:
         says = f"{name} {where} is unknown: {item.n} values are too few"
         return Check(demand=name, state="unknown", says=says, more_requests=needed)
     said = f"{name} {where} is {figures.duration(value)}, at most {figures.duration(limit_s)} is asked for"
-    if (low if low is not None else value) > limit_s:
+    if low is None and high is None and item.n >= needed:
+        says = f"{said}; this report is from a qserve that kept no bounds of it"
+        return Check(demand=name, state="unknown", says=says, more_requests=needed)
+    if low is not None and low > limit_s:
         return Check(demand=name, state="fails", says=said)
     if lost := missing(load, latency):
         share = figures.share(lost / load.attempted)
         return Check(demand=name, state="unknown", says=f"{said}, but {share} of the requests did not get that far")
-    if low is None and high is None:  # a report from before bounds were kept
-        return Check(demand=name, state="holds" if value <= limit_s else "fails", says=said)
     if high is not None and high <= limit_s:
         return Check(demand=name, state="holds", says=said)
     why = f"within noise of {item.n} values" if high is not None else f"{item.n} values cannot bound it"

@@ -6,6 +6,7 @@ from qserve.artifacts import Report
 from qserve.decision import Check, Decision, FormatStanding, Interval
 from qserve.errors import UsageError
 from qserve.eval import figures
+from qserve.eval.findings import verdict
 from qserve.eval.flips import Ground, flips
 from qserve.eval.more import more
 from qserve.eval.settle import Race, Settled, settle
@@ -34,7 +35,7 @@ def decide(report: Report, wishes: Wishes) -> Decision:
         choice=settled.choice, provisional=lead.name if lead and not chosen else None,
         concurrency=chosen.concurrency if chosen else None, sentence=_sentence(settled, wishes),
         reasons=tuple(_reasons(settled, wishes)), runner_up=rival.name if rival else None,
-        runner_up_says=_beside(rival, wishes) if rival else None, formats=settled.standings,
+        runner_up_says=_rival_says(rival, wishes) if rival else None, formats=settled.standings,
         flips=flips(Ground(report, wishes, settled, rival or _base(settled, lead))), more=more(report, wishes, settled),
     )  # fmt: skip
 
@@ -68,7 +69,7 @@ def _sentence(settled: Settled, wishes: Wishes) -> str:
             first = "; ".join(why[:2]) + (f" (and {len(why) - 2} more)" if len(why) > 2 else "")
             return f"Unresolved: {first}{until}."
         case "nothing qualifies":
-            return f"Nothing qualifies: {'; '.join(f'{s.name}: {_first_failure(s)}' for s in settled.standings)}."
+            return f"Nothing qualifies: {'; '.join(_short_failure(s) for s in settled.standings)}."
 
 
 def _chosen(lead: FormatStanding, wishes: Wishes, because: str) -> str:
@@ -89,10 +90,16 @@ def _beside(one: FormatStanding, wishes: Wishes) -> str:
     """A format's gain over bf16 in words."""
     what = {"throughput": "the output tokens/s", "ttft": "the time to first token", "itl": "the time between tokens"}
     if one.name == BASELINE:
-        return "bf16, the baseline"
+        return "the baseline itself"
     if one.gain is None:
         return f"{one.name} has no valid comparison with bf16"
-    return f"{figures.interval(one.gain)} times {what[wishes.objective]} of bf16"
+    known = {"faster": "", "slower": ", so it is slower", "unresolved": ", so within noise"}[verdict(one.gain)]
+    return f"{figures.interval(one.gain)} times {what[wishes.objective]} of bf16{known}"
+
+
+def _rival_says(one: FormatStanding, wishes: Wishes) -> str:
+    said = _beside(one, wishes)
+    return said if one.standing == "qualifies" else f"{said}; undecided: {_first_failure(one)}"
 
 
 def _machines(one: FormatStanding) -> str:
@@ -117,11 +124,11 @@ def _reasons(settled: Settled, wishes: Wishes) -> Iterator[str]:
         yield from (f"{lead.name}: {check.says}" for check in lead.checks)
         if settled.outcome == "chosen" and settled.because:
             yield f"{lead.name}: {settled.because}"
-    for one in settled.standings:
-        if one is lead:
-            continue
+    for one in (s for s in settled.standings if s is not lead):
         if one.standing == "qualifies":
             yield f"{one.name} qualifies: {_beside(one, wishes)}"
+        elif one.standing == "undecided" and settled.outcome == "chosen":
+            yield f"{one.name} is undecided: {_first_failure(one)}; it could not be better by 5 % or more"
         else:
             yield f"{one.name} is {one.standing}: {_first_failure(one)}"
 
@@ -130,6 +137,13 @@ def _first_failure(one: FormatStanding) -> str:
     """The demand that it fails; else the one that is unknown."""
     order = sorted(one.checks, key=_gravity)
     return order[0].says if order else "nothing is known of it"
+
+
+def _short_failure(one: FormatStanding) -> str:
+    """Without the engine's own words where it was not served at all."""
+    says = _first_failure(one)
+    served = one.checks and one.checks[0].state != "fails"
+    return f"{one.name}: {says}" if served else f"{one.name}: {says.split(':')[0]}"
 
 
 def _gravity(check: Check) -> int:

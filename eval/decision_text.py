@@ -1,6 +1,8 @@
-"""A Decision as Markdown to read, as HTML for a notebook, and as JSON for a pipeline."""
+"""A Decision as text or Markdown to read, as HTML for a notebook, and as JSON for a pipeline."""
 
-from qserve.decision import Decision, FormatStanding
+from collections.abc import Callable
+
+from qserve.decision import Decision, FormatStanding, More
 from qserve.eval import figures
 from qserve.eval.decide import interval
 from qserve.eval.figures import NONE, UNKNOWN, listed
@@ -14,14 +16,41 @@ def to_json(decision: Decision) -> str:
     return decision.model_dump_json(indent=2)
 
 
+def to_text(decision: Decision) -> str:
+    """For a terminal."""
+    return _lay_out(decision, str, lambda sentence: sentence, _columns(standings(decision)))
+
+
 def to_markdown(decision: Decision) -> str:
-    parts = [f"**{plain(decision.sentence)}**"]
+    return _lay_out(decision, plain, lambda sentence: f"**{sentence}**", markdown_table(standings(decision)))
+
+
+def _lay_out(decision: Decision, escape: Callable[[str], str], strong: Callable[[str], str], table: str) -> str:
+    parts = [strong(escape(decision.sentence))]
     if decision.more:
-        parts.append(f"Run this much more:\n\n    {decision.more.command}")
-    parts.append(markdown_table(standings(decision)))
+        parts.append(f"{escape(run_more(decision.more))}\n\n    {decision.more.command}")
+    parts.append(table)
     for title, items in sections(decision):
-        parts.append(f"{title}:\n\n" + "\n".join(f"- {plain(item)}" for item in items))
+        parts.append(f"{title}:\n\n" + "\n".join(f"- {escape(item)}" for item in items))
     return "\n\n".join(parts) + "\n"
+
+
+def run_more(more: More) -> str:
+    took = f" ({figures.duration(more.loads_s)} of load, by what was measured)" if more.loads_s else ""
+    return f"Run this much more{took}, then qserve choose:"
+
+
+def _columns(content: Table) -> str:
+    """Columns side by side, words to the left and figures to the right."""
+    rows = [content.headers, *(tuple(cell.text for cell in row) for row in content.rows)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(content.headers))]
+    return "\n".join(
+        "  ".join(
+            text.ljust(width) if i < content.names else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 def to_html(decision: Decision) -> Safe:
@@ -29,7 +58,7 @@ def to_html(decision: Decision) -> Safe:
     content = standings(decision)
     head = el("tr", *(el("th", header) for header in content.headers))
     rows = [el("tr", *(el("td", cell.text) for cell in row)) for row in content.rows]
-    more = el("pre", decision.more.command) if decision.more else None
+    more = el("div", el("p", run_more(decision.more)), el("pre", decision.more.command)) if decision.more else None
     told = [el("p", f"{title}:") + el("ul", *(el("li", item) for item in items)) for title, items in sections(decision)]
     table = el("table", el("thead", head), el("tbody", *rows))
     return el("div", el("p", el("strong", decision.sentence)), more, table, *(Safe(part) for part in told))
@@ -43,19 +72,20 @@ def sections(decision: Decision) -> tuple[tuple[str, tuple[str, ...]], ...]:
         ("Reasons", decision.reasons),
         ("Open", open_),
         ("Runner-up", runner),
-        ("Beats bf16", tuple(beats(one) for one in decision.formats[1:] if one.standing != "excluded" or one.checks)),
+        ("Beats bf16", tuple(said for one in decision.formats[1:] if (said := beats(one)))),
         ("What would flip it", tuple(flip.says for flip in decision.flips)),
     )
     return tuple((title, items) for title, items in found if items)
 
 
-def beats(one: FormatStanding) -> str:
-    """`int8: at concurrency 8 and 16; slower at 1`, of the concurrencies that were measured."""
+def beats(one: FormatStanding) -> str | None:
+    """`int8: at concurrency 8 and 16; slower at 1`, of the concurrencies that were measured; None where none count."""
+    if not (one.faster_at or one.slower_at or one.unresolved_at):
+        return None
     said = [f"at concurrency {_runs(one.faster_at)}"] if one.faster_at else ["nowhere that was measured"]
     said += [f"slower at {_runs(one.slower_at)}"] if one.slower_at else []
     said += [f"unresolved at {_runs(one.unresolved_at)}"] if one.unresolved_at else []
-    known = one.faster_at or one.slower_at or one.unresolved_at
-    return f"{one.name}: {'; '.join(said)}" if known else f"{one.name}: not known, it has no valid comparison"
+    return f"{one.name}: {'; '.join(said)}"
 
 
 def _runs(concurrencies: tuple[int, ...]) -> str:

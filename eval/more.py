@@ -6,6 +6,7 @@ import shlex
 from qserve.artifacts import Report
 from qserve.decision import More
 from qserve.eval.settle import PAIRS_FIRST, Need, Settled
+from qserve.eval.table import concurrencies
 from qserve.recipe import BASELINE
 from qserve.wishes import Wishes
 
@@ -21,6 +22,8 @@ def more(report: Report, wishes: Wishes, settled: Settled) -> More | None:
     lengths = next((need.lengths for need in needs if need.lengths), (None, None))
     if report.quick:
         pairs = None
+    elif wishes.traffic.concurrency and len(concurrencies(report)) > 1:
+        concurrency = wishes.traffic.concurrency  # the others would be measured for nothing
     options: list[str] = []
     for name, value in (("--pairs", pairs), ("--windows", windows), ("--concurrency", concurrency),
                         ("--prompt-tokens", lengths[0]), ("--output-tokens", lengths[1])):  # fmt: skip
@@ -28,8 +31,21 @@ def more(report: Report, wishes: Wishes, settled: Settled) -> More | None:
     options += _only(report, settled)
     command = shlex.join(["qserve", "bench", report.recipe_file, *options])
     return More(
-        why=tuple(need.why for need in needs), command=command, pairs=pairs, windows=windows, concurrency=concurrency
-    )
+        why=tuple(need.why for need in needs), command=command, pairs=pairs, windows=windows, concurrency=concurrency,
+        loads_s=_loads_s(report, settled, pairs, concurrency),
+    )  # fmt: skip
+
+
+def _loads_s(report: Report, settled: Settled, pairs: int | None, concurrency: int | None) -> float | None:
+    """Time of that many pairs, by the time that the measured ones took; without start-up and scoring."""
+    open_ = {s.name for s in settled.standings if s.standing != "excluded"}
+    took = [
+        (p.variant.wall_s + p.baseline.wall_s) / p.throughput.pairs
+        for v in report.variants
+        for p in v.points
+        if v.name in open_ and p.throughput and concurrency in (None, p.concurrency)
+    ]
+    return sum(took) * pairs if pairs and took else None
 
 
 def _pairs(report: Report, wishes: Wishes, settled: Settled, need: Need) -> int | None:

@@ -15,7 +15,7 @@ from functools import reduce
 
 from qserve.artifacts import Report, VariantResult
 from qserve.decision import FormatStanding, Outcome
-from qserve.eval import gains
+from qserve.eval import figures, gains
 from qserve.eval.checks import kl_gap
 from qserve.eval.findings import valid
 from qserve.eval.gains import Gain
@@ -160,8 +160,10 @@ def _against_bf16(race: Race, base: FormatStanding, standings: tuple[FormatStand
         needs = tuple(_need_beside(race, s, base, level) for s in hidden)
         return Settled("unresolved", standings, base, needs=needs)
     because = (
-        f"no format that qualifies ({', '.join(s.name for s in others)}) is better than bf16 beyond noise, and none "
-        "can be by 5 % or more" if others else "no quantized format qualifies"
+        f"of the formats that qualify ({', '.join(s.name for s in others)}) none is better than bf16 beyond noise, and "
+        "none can be by 5 % or more"
+        if others
+        else "no quantized format qualifies"
     )  # fmt: skip
     return Settled("chosen", standings, base, because)
 
@@ -169,7 +171,8 @@ def _against_bf16(race: Race, base: FormatStanding, standings: tuple[FormatStand
 def _need_beside(race: Race, one: FormatStanding, base: FormatStanding, level: float) -> Need:
     gain = race.ahead(one, base)
     pairs = pairs_needed(gain, level)
-    return Need(f"whether {one.name} is better than bf16 is within the noise", (one.name,), pairs=pairs)
+    said = f" ({figures.interval(one.gain)} at concurrency {one.concurrency})" if one.gain else ""
+    return Need(f"whether {one.name} is better than bf16 is within noise{said}", (one.name,), pairs=pairs)
 
 
 def pairs_needed(gain: Gain | None, confidence: float = 0.95) -> int:
@@ -187,7 +190,11 @@ def _among(race: Race, some: tuple[FormatStanding, ...], standings: tuple[Format
     ties = tuple(s for s in some if s is not top and not _clear(race.ahead(top, s)))
     if not ties:
         beaten = [s.name for s in some if s is not top]
-        because = f"it is ahead of {' and '.join(beaten)} beyond noise" if beaten else ""
+        because = (
+            f"it is ahead of {' and '.join(beaten)} beyond noise"
+            if beaten
+            else ("it alone qualifies" if len(race.fit) == 1 else "")
+        )
         return Settled("chosen", standings, top, because)
     for lead, because in (_closest(race, (top, *ties)), _smallest(race, (top, *ties)), _no_matter(race, top, ties)):
         if lead:
@@ -198,7 +205,7 @@ def _among(race: Race, some: tuple[FormatStanding, ...], standings: tuple[Format
 
 
 def _need_between(race: Race, top: FormatStanding, other: FormatStanding) -> Need:
-    why = f"which of {top.name} and {other.name} is better is within the noise"
+    why = f"which of {top.name} and {other.name} is better is within noise"
     return Need(why, (top.name, other.name), pairs=pairs_needed(race.ahead(top, other)))
 
 

@@ -42,6 +42,12 @@ bench:                # your traffic: tokens in, tokens out, users at the same t
 quality:              # held-out text, scored by the server itself
   windows: 16
   tokens: {window}
+
+choose:               # what `qserve choose` asks for; it changes nothing that is made or measured
+  slo: {{ttft_p95: 2, itl_p95: 0.2}}    # seconds, at most
+  floor: {{kl: 0.1}}                    # nats to bf16, at most; top1 and perplexity_ratio go here too
+  # traffic: {{concurrency: 4, requests_per_s: 2}}
+  # price_per_hour: 1.5
 """
 
 

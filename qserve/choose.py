@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 class DecisionFormat(StrEnum):
+    text = "text"
     md = "md"
     json = "json"
 
@@ -45,7 +46,7 @@ def choose(
     price: Annotated[float | None, typer.Option(help="Of one machine an hour.")] = None,
     objective: Annotated[ObjectiveChoice | None, typer.Option(help="What is to be best; default throughput.")] = None,
     recipe: Annotated[str | None, typer.Option("--recipe", help="Take the choose: section of this recipe.")] = None,
-    format: Annotated[DecisionFormat, typer.Option(help="How to print it.")] = DecisionFormat.md,
+    format: Annotated[DecisionFormat, typer.Option(help="How to print it.")] = DecisionFormat.text,
     workspace: WorkspaceOption = None,
 ) -> None:
     """Choose what to deploy.
@@ -54,7 +55,7 @@ def choose(
     9 nothing qualifies.
     """
     from qserve.eval.decide import decide
-    from qserve.eval.decision_text import to_json, to_markdown
+    from qserve.eval.decision_text import to_json, to_markdown, to_text
     from qserve.eval.report import read_report
     from qserve.workspace import open_workspace
 
@@ -66,7 +67,8 @@ def choose(
                     "prompt_tokens": prompt_tokens, "output_tokens": output_tokens},
     }  # fmt: skip
     decision = decide(report, merge(section(report, recipe), given))
-    typer.echo(to_json(decision) if format is DecisionFormat.json else to_markdown(decision))
+    write = {DecisionFormat.text: to_text, DecisionFormat.md: to_markdown, DecisionFormat.json: to_json}[format]
+    typer.echo(write(decision).rstrip("\n"))
     code = {"chosen": 0, "unresolved": UNRESOLVED, "nothing qualifies": NOTHING_QUALIFIES}[decision.outcome]
     if code:
         raise typer.Exit(code)

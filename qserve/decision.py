@@ -64,6 +64,7 @@ class More(Frozen):
     pairs: int | None = None  # blocks on each side, at each concurrency
     windows: int | None = None
     concurrency: int | None = None
+    loads_s: float | None = None  # that its blocks will take, by those that were measured
 
 
 class Decision(Artifact):

@@ -1,4 +1,4 @@
-"""The same from Python: `qserve.load_report(path).choose(slo={"ttft_p95": 0.5})`. In a notebook both show themselves."""
+"""From Python: `qserve.load_report(path).choose(slo={"ttft_p95": 0.5})`. In a notebook both show themselves."""
 
 from html import escape
 from pathlib import Path

@@ -51,7 +51,7 @@ def test_every_folder_was_seen() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_imports_no_other_stage(stage: str) -> None:
     others = tuple(f"qserve.{other}" for other in STAGES if other != stage)
-    upper = ("qserve.cli", "qserve.bench", "qserve.measure")
+    upper = ("qserve.cli", "qserve.bench", "qserve.measure", "qserve.choose", "qserve.notebook")
     bad = [f"{p.name}: {name}" for p in modules(stage) for name in imports(p) if name.startswith((*others, *upper))]
     assert bad == []
 
@@ -90,7 +90,9 @@ def test_help_starts_at_once() -> None:
         began = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         times.append(time.perf_counter() - began)
-    assert all(word in done.stdout for word in ("prep", "bench", "serve", "load", "report", "runtimes", "init"))
+    assert all(
+        word in done.stdout for word in ("prep", "bench", "serve", "load", "report", "choose", "runtimes", "init")
+    )
     loaded = subprocess.run(
         [sys.executable, "-c", "import sys, qserve.cli; print(*sys.modules)"],
         capture_output=True,

@@ -59,7 +59,7 @@ def test_a_recipe_for_a_local_folder_loads_and_its_group_size_divides(tmp_path: 
     assert isinstance(awq, Awq) and awq.group_size == 64 and isinstance(gptq, Gptq) and gptq.group_size == 64
     assert recipe.serving.max_model_len == 8192
     assert "64 divides 576, 1536" in out.read_text()
-    assert set(re.findall(r"`?qserve (\w+)", out.read_text())) == {"init", "prep", "bench"}
+    assert set(re.findall(r"`?qserve (\w+)", out.read_text())) == {"init", "prep", "bench", "choose"}
 
 
 def test_a_recipe_for_a_gguf_file_fits_its_header(tmp_path: Path) -> None:
