@@ -28,7 +28,7 @@ def more(report: Report, wishes: Wishes, settled: Settled) -> More | None:
     for name, value in (("--pairs", pairs), ("--windows", windows), ("--concurrency", concurrency),
                         ("--prompt-tokens", lengths[0]), ("--output-tokens", lengths[1])):  # fmt: skip
         options += [name, str(value)] if value else []
-    options += _only(report, settled)
+    options += [*_only(report, settled), *_engines(report, settled)]
     command = shlex.join(["qserve", "bench", report.recipe_file, *options])
     return More(
         why=tuple(need.why for need in needs), command=command, pairs=pairs, windows=windows, concurrency=concurrency,
@@ -67,3 +67,12 @@ def _only(report: Report, settled: Settled) -> list[str]:
     every = {v.name.split("@")[0] for v in report.variants} - {BASELINE}
     names = [name for name in dict.fromkeys(open_) if name != BASELINE]
     return [word for name in names for word in ("--only", name)] if names and set(names) != every else []
+
+
+def _engines(report: Report, settled: Settled) -> list[str]:
+    """bf16's engine, and those of the other arms in question; nothing where that is what bench takes by itself."""
+    first = report.baseline.server.engine if report.baseline.server else None
+    others = [s.name.split("@")[1] for s in settled.standings if "@" in s.name and s.standing != "excluded"]
+    if first is None or (not others and first == report.recipe.get("serving", {}).get("engine", first)):
+        return []
+    return [word for name in dict.fromkeys([first, *others]) for word in ("--engine", name)]

@@ -249,6 +249,17 @@ def test_a_memory_ceiling_holds_fails_or_is_unknown() -> None:
     assert "was not measured" in decide(blind, Wishes(memory_gb=1.2)).sentence
 
 
+def test_the_command_names_the_engines_of_the_arms_in_question() -> None:
+    report = known([Truth("int8", 1.03, noise=0.12), Truth("int8@llama-server", 1.03, noise=0.12), Truth("awq", 0.2)])
+    report = report.model_copy(
+        update={"baseline": report.baseline.model_copy(update={"server": sample.server("bf16")})}
+    )
+    decision = decide(report, Wishes(floor=Floor(kl=0.1)))
+    assert decision.more and decision.more.command.endswith("--engine vllm --engine llama-server")
+    failed = with_variant(report, "awq", status="failed", points=())
+    assert "--only int8 --engine" in getattr(decide(failed, Wishes()).more, "command", "")
+
+
 # --- flips ----------
 def test_what_flips_it_is_computed_from_the_same_rule() -> None:
     truths = [Truth("int8", {1: 1.4, 8: 1.4}, kl=(0.02, 0.001)), Truth("awq", {1: 2.0, 8: 0.9}, kl=(0.1, 0.004))]
