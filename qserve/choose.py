@@ -51,8 +51,8 @@ def choose(
 ) -> None:
     """Choose what to deploy.
 
-    One format with the reasons and what would flip it, or how much more to measure. Exit codes: 0 chosen, 8 unresolved,
-    9 nothing qualifies.
+    One format with the reasons and what would flip it, or how much more to measure. Exit codes: 0 chosen, 9 unresolved,
+    10 nothing qualifies.
     """
     from qserve.eval.decide import decide
     from qserve.eval.decision_text import to_json, to_markdown, to_text

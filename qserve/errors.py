@@ -10,7 +10,7 @@
       LoadError                 7   the load could not be delivered: nothing to report
       PublishError              8   the Hub did not take it: no access, another model's place, or out of reach
 
-Two more are answers of `qserve choose`, not errors: 8 it is unresolved, 9 nothing qualifies; 0 says that one is chosen.
+Two more are answers of `qserve choose`, not errors: 9 unresolved, 10 nothing qualifies; 0 says that one is chosen.
 
 Every message is one sentence with a next step. The command line catches QserveError and nothing else;
 an interrupted run exits with 130.
@@ -18,8 +18,8 @@ an interrupted run exits with 130.
 
 from pathlib import Path
 
-UNRESOLVED = 8
-NOTHING_QUALIFIES = 9
+UNRESOLVED = 9
+NOTHING_QUALIFIES = 10
 
 
 class QserveError(Exception):

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, f
 from qserve.errors import UsageError
 from qserve.values import Frozen
 from qserve.variants import BASELINE, METHODS, Bf16, QuantizedVariant, Variant
-        "choose": Wishes, "floor": Floor, "traffic": Traffic,
+from qserve.wishes import Floor, Traffic, Wishes
 
 
 # --- sources: where a model or a data set comes from ----------
@@ -281,19 +281,11 @@ def _explain(path: Path, lines: Mapping[tuple[object, ...], int], item: dict[str
     return f"{path}:{line}: {name}: {message}" if name else f"{path}:{line}: {message}"
 
 
-<<<<<<< HEAD
 def _known_fields(loc: tuple[object, ...], method: str | None) -> Iterator[str]:
     """Field names that the mapping around `loc` accepts. `method`: of the variant that it is in."""
     models: dict[str, type[Frozen]] = {
         "calibration": Calibration, "serving": Serving, "bench": Bench, "quality": Quality, "dataset": Dataset,
-=======
-def _known_fields(loc: tuple[object, ...]) -> Iterator[str]:
-    """Field names that the mapping around `loc` accepts."""
-    models: dict[str, tuple[type[Frozen], ...]] = {
-        "calibration": (Calibration,), "serving": (Serving,), "bench": (Bench,), "quality": (Quality,),
-        "dataset": (Dataset,), "variants": (Awq, Gptq, Fp8, Gguf),
-        "choose": (Wishes,), "floor": (Floor,), "traffic": (Traffic,),
->>>>>>> e457fd0 (choose: a report and wishes in, one deployment out, or how much more to measure)
+        "choose": Wishes, "floor": Floor, "traffic": Traffic,
     }  # fmt: skip
     if method is not None:
         yield from METHODS[method].model_fields

@@ -51,9 +51,9 @@ def save(project: Path, report: Report) -> Path:
 # --- the command ----------
 def test_exit_codes_say_chosen_unresolved_nothing_qualifies(project: Path) -> None:
     assert run_choose(cwd=project).stdout.startswith("Deploy int8")
-    unresolved = run_choose("--concurrency", "32", cwd=project, expect=8)
+    unresolved = run_choose("--concurrency", "32", cwd=project, expect=9)
     assert "qserve bench known.yaml --concurrency 32" in unresolved.stdout
-    nothing = run_choose("--slo", "itl_p95=0.0001", cwd=project, expect=9)
+    nothing = run_choose("--slo", "itl_p95=0.0001", cwd=project, expect=10)
     assert nothing.stdout.startswith("Nothing qualifies") and nothing.stderr == ""
 
 
@@ -65,7 +65,7 @@ def test_json_is_a_decision_and_nothing_else(project: Path) -> None:
     assert decision.wishes == Wishes.model_validate(json.loads(done.stdout)["wishes"])
     int8 = next(one for one in decision.formats if one.name == "int8")
     assert int8.cost and int8.cost.low and int8.machines and int8.machines >= 2
-    assert run_choose("--format", "json", "--slo", "itl_p95=0.0001", cwd=project, expect=9).stdout.startswith("{")
+    assert run_choose("--format", "json", "--slo", "itl_p95=0.0001", cwd=project, expect=10).stdout.startswith("{")
     assert "| int8 | qualifies |" in run_choose("--format", "md", cwd=project).stdout
 
 
@@ -102,7 +102,7 @@ def test_the_section_of_the_recipe_that_was_run_is_used_and_options_override_it(
     section = {"slo": {"itl_p95": 0.0001}, "traffic": {"concurrency": 8, "requests_per_s": 5}, "price_per_hour": 2}
     report = known([Truth("int8", 1.4)], (1, 8), requests=40)
     save(tmp_path, report.model_copy(update={"recipe": report.recipe | {"choose": section}}))
-    assert "itl_p95 at concurrency 8" in run_choose(cwd=tmp_path, expect=9).stdout
+    assert "itl_p95 at concurrency 8" in run_choose(cwd=tmp_path, expect=10).stdout
     done = run_choose("--slo", "itl_p95=1", "--tokens-rate", "900", "--format", "json", cwd=tmp_path)
     wishes = Decision.model_validate_json(done.stdout).wishes
     assert wishes.traffic.model_dump(exclude_none=True) == {"concurrency": 8, "output_tokens_per_s": 900}
