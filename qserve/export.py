@@ -73,11 +73,19 @@ def _files(deployment: "Deployment", target: Target, prometheus_url: str) -> dic
         case Target.compose:
             return export_compose.compose(deployment)
         case Target.systemd:
-            return export_systemd.systemd(deployment, deployment.folder.owner())
+            return export_systemd.systemd(deployment, _owner(deployment.folder))
         case Target.kubernetes:
             return export_kubernetes.kubernetes(deployment)
         case Target.kserve:
             return export_kserve.kserve(deployment, prometheus_url)
+
+
+def _owner(folder: Path) -> str:
+    """Who may read the checkpoint: a name, or a number where it has none."""
+    try:
+        return folder.owner()
+    except KeyError:
+        return str(folder.stat().st_uid)
 
 
 def _result(report: "Report", variant: str) -> "VariantResult":

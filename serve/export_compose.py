@@ -3,10 +3,8 @@
 https://docs.docker.com/reference/compose-file/
 """
 
-from pathlib import Path
-
-from qserve.errors import UsageError
 from qserve.serve.deployment import MODULE, Deployment
+from qserve.serve.export_container import container_args, container_env, container_notes
 from qserve.serve.export_dashboard import dashboard
 from qserve.serve.export_monitoring import alert_rules, scrape_static
 from qserve.serve.export_text import Plain, head, to_yaml
@@ -23,8 +21,7 @@ def compose(deployment: Deployment) -> dict[str, str]:
     whole: Plain = {"name": deployment.name, "services": services, "volumes": {"cache": {}}}
     start = (
         "Start: docker compose up --detach --wait. With graphs (Grafana on port 3000): add --profile monitoring",
-        f"The image is {deployment.image}, named after the measured version; qserve measured its own environment of "
-        "that version, not this image.",
+        *container_notes(deployment),
         *(() if deployment.cuda else ("cpuset and VLLM_CPU_OMP_THREADS_BIND name cores of the measured machine.",)),
     )
     return {
@@ -106,22 +103,3 @@ def _provider() -> Plain:
 def _literal(text: str) -> str:
     """Compose fills in $NAME; a dollar is written twice."""
     return text.replace("$", "$$")
-
-
-# --- what all containers share ----------
-def container_args(deployment: Deployment, model_path: str) -> tuple[str, ...]:
-    """vLLM's arguments inside a container.
-
-    Raises:
-        UsageError: one of them is a file of the measured machine.
-    """
-    args = deployment.command_args(model_path, "0.0.0.0")
-    for flag, value in zip(deployment.args, deployment.args[1:], strict=False):
-        if Path(value).is_absolute():
-            raise UsageError(f"{flag} {value} is a file of this machine, which no container has; use --for systemd")
-    return args
-
-
-def container_env(deployment: Deployment) -> dict[str, str]:
-    """The measured environment without what points into the measured machine (a preloaded library, say)."""
-    return {name: value for name, value in deployment.env.items() if "/" not in value}

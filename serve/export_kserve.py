@@ -4,20 +4,24 @@ KServe scales by KEDA there: https://kserve.github.io/website/docs/model-serving
 """
 
 from qserve.serve.deployment import MODULE, Deployment
-from qserve.serve.export_compose import container_args
+from qserve.serve.export_container import container_args, container_notes
 from qserve.serve.export_dashboard import dashboard
-from qserve.serve.export_kubernetes import (
+from qserve.serve.export_monitoring import alert_rules, scrape_pods, selector
+from qserve.serve.export_pod import (
+    LEAVE_FIRST,
     LOCKED,
+    POD_SECURITY,
     SCRATCH_MOUNTS,
-    USER_ID,
-    claim,
-    model_volume,
+    SCRATCH_VOLUMES,
+    grace_s,
     pod_env,
     probes,
     resources,
+    run_target,
+    wait_target,
 )
-from qserve.serve.export_monitoring import alert_rules, scrape_pods
 from qserve.serve.export_text import Plain, head, to_yaml
+from qserve.serve.export_volume import claim, model_volume
 
 MOUNTED = "/mnt/models"  # where KServe puts what storageUri names
 FORMAT = "vllm"
@@ -31,8 +35,7 @@ def kserve(deployment: Deployment, prometheus_url: str) -> dict[str, str]:
         "" if deployment.model_repo else "First: fill the volume as model-volume.yaml says.",
         f"Then: kubectl apply -f kserve.yaml. KEDA asks {prometheus_url} (--prometheus-url), which scrapes as "
         "prometheus.yml says.",
-        f"The image is {deployment.image}, named after the measured version; qserve measured its own environment of "
-        "that version, not this image.",
+        *container_notes(deployment),
     )
     objects = (_runtime(deployment), _service(deployment, prometheus_url))
     files = {
@@ -54,15 +57,14 @@ def _runtime(deployment: Deployment) -> Plain:
         "ports": [{"name": "http", "containerPort": deployment.port, "protocol": "TCP"}],
         "resources": resources(deployment),
         **probes(deployment),
-        "lifecycle": {"preStop": {"exec": {"command": ["sleep", "10"]}}},
+        "lifecycle": LEAVE_FIRST,
         "securityContext": LOCKED,
         "volumeMounts": SCRATCH_MOUNTS,
     }
-    shared: Plain = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
     spec: Plain = {
         "supportedModelFormats": [{"name": FORMAT, "version": "1", "autoSelect": False}],
         "containers": [container],
-        "volumes": [{"name": "cache", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}, shared],
+        "volumes": SCRATCH_VOLUMES,
     }
     return {
         "apiVersion": "serving.kserve.io/v1alpha1", "kind": "ServingRuntime", "metadata": {"name": deployment.name},
@@ -84,27 +86,31 @@ def _predictor(deployment: Deployment, prometheus_url: str) -> Plain:
     return {
         "minReplicas": 1,
         "maxReplicas": deployment.max_replicas,
-        "terminationGracePeriodSeconds": 10 + deployment.drain_s + 20,
+        "terminationGracePeriodSeconds": grace_s(deployment),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": True, "runAsUser": USER_ID, "runAsGroup": USER_ID, "fsGroup": USER_ID,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": POD_SECURITY,
         "model": {
             "modelFormat": {"name": FORMAT},
             "runtime": deployment.name,
             "storageUri": f"hf://{repo}" if repo else f"pvc://{claim(deployment)}",
         },
-        "autoScaling": {"metrics": [_waiting(deployment, prometheus_url)]},
+        "autoScaling": {"metrics": _scaling(deployment, prometheus_url)},
     }  # fmt: skip
 
 
-def _waiting(deployment: Deployment, prometheus_url: str) -> Plain:
-    """Requests in the queue of all pods; KEDA aims at this many for each pod."""
-    metric: Plain = {
-        "backend": "prometheus", "serverAddress": prometheus_url,
-        "query": f'sum(vllm:num_requests_waiting{{model_name="{deployment.model}"}})',
-    }  # fmt: skip
-    target: Plain = {"type": "AverageValue", "averageValue": str(max(1, deployment.concurrency // 4))}
+def _scaling(deployment: Deployment, prometheus_url: str) -> list[Plain]:
+    """As on Kubernetes alone: up when requests wait, down when fewer servers would do for those that run."""
+    return [
+        _requests(deployment, prometheus_url, "waiting", wait_target(deployment)),
+        _requests(deployment, prometheus_url, "running", run_target(deployment)),
+    ]
+
+
+def _requests(deployment: Deployment, prometheus_url: str, state: str, a_server: int) -> Plain:
+    """Requests of all servers in one state. KServe hands `value` to KEDA as the threshold, which KEDA takes as so many
+    for each server; KServe reads no other kind of target (its keda_reconciler.go)."""
+    query = f"sum(vllm:num_requests_{state}{selector(deployment)})"
+    metric: Plain = {"backend": "prometheus", "serverAddress": prometheus_url, "query": query}
+    target: Plain = {"type": "Value", "value": str(a_server)}
     return {"type": "External", "external": {"metric": metric, "target": target}}

@@ -7,17 +7,30 @@ the adapter this Deployment still runs, and only does not scale.
 
 import math
 
-from qserve.serve.deployment import GIB, MODULE, Deployment
-from qserve.serve.export_compose import container_args, container_env
+from qserve.serve.deployment import MODULE, Deployment
+from qserve.serve.export_container import container_args, container_notes
 from qserve.serve.export_dashboard import dashboard
 from qserve.serve.export_monitoring import alert_rules, scrape_pods
+from qserve.serve.export_pod import (
+    HOME,
+    LEAVE_FIRST,
+    LOCKED,
+    MODEL_PATH,
+    POD_SECURITY,
+    SCRATCH_MOUNTS,
+    SCRATCH_VOLUMES,
+    grace_s,
+    pod_env,
+    probes,
+    resources,
+    run_target,
+    wait_target,
+)
 from qserve.serve.export_text import Plain, head, to_yaml
+from qserve.serve.export_volume import claim, disk, model_volume
 
 NAME_LABEL = "app.kubernetes.io/instance"
-LEAVE_S = 10  # a pod that stops is still sent requests until every proxy has heard of it
-MODEL_PATH = "/models"
-HOME = "/cache"
-USER_ID = 1000
+ADAPTER = "prometheus-adapter-values.yaml"
 
 
 def kubernetes(deployment: Deployment) -> dict[str, str]:
@@ -36,9 +49,6 @@ def kubernetes(deployment: Deployment) -> dict[str, str]:
     return files if deployment.model_repo else files | {"model-volume.yaml": model_volume(deployment)}
 
 
-ADAPTER = "prometheus-adapter-values.yaml"
-
-
 def _how(deployment: Deployment) -> tuple[str, ...]:
     if deployment.model_repo:
         model = f"Each pod downloads {deployment.model_repo}; a token, if it needs one: secret {deployment.name}-hub."
@@ -47,8 +57,7 @@ def _how(deployment: Deployment) -> tuple[str, ...]:
     return (
         model,
         f"Scaling needs prometheus-adapter with {ADAPTER}, which serves vLLM's queue as a custom metric.",
-        f"The image is {deployment.image}, named after the measured version; qserve measured its own environment of "
-        "that version, not this image.",
+        *container_notes(deployment),
         *_binding_change(deployment),
     )
 
@@ -86,11 +95,8 @@ def _pod(deployment: Deployment) -> Plain:
     pod: Plain = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,  # a Service called vllm would set VLLM_PORT, which vLLM reads
-        "terminationGracePeriodSeconds": LEAVE_S + deployment.drain_s + 20,
-        "securityContext": {
-            "runAsNonRoot": True, "runAsUser": USER_ID, "runAsGroup": USER_ID, "fsGroup": USER_ID,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "terminationGracePeriodSeconds": grace_s(deployment),
+        "securityContext": POD_SECURITY,
         "containers": [_container(deployment)],
         "volumes": _volumes(deployment),
     }  # fmt: skip
@@ -107,59 +113,18 @@ def _container(deployment: Deployment) -> Plain:
         "ports": [{"name": "http", "containerPort": deployment.port}],
         "resources": resources(deployment),
         **probes(deployment),
-        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(LEAVE_S)]}}},
+        "lifecycle": LEAVE_FIRST,
         "securityContext": LOCKED,
         "volumeMounts": [{"name": "model", "mountPath": MODEL_PATH, "readOnly": True}, *SCRATCH_MOUNTS],
     }
 
 
-LOCKED: Plain = {
-    "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
-}  # fmt: skip
-SCRATCH_MOUNTS: list[Plain] = [
-    {"name": "cache", "mountPath": HOME},
-    {"name": "tmp", "mountPath": "/tmp"},
-    {"name": "shm", "mountPath": "/dev/shm"},
-]
-
-
-def pod_env(deployment: Deployment) -> list[Plain]:
-    """The measured environment; on a CPU as many threads as were measured, not bound; HOME where a user may write."""
-    env = container_env(deployment) | {"HOME": HOME, "USER": "vllm"}  # torch asks for the user's name
-    if not deployment.cuda:
-        env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(deployment.cores)}
-    return [{"name": name, "value": value} for name, value in env.items()]
-
-
-def resources(deployment: Deployment) -> Plain:
-    """The measured cores and memory, or GPUs; requests and limits are the same, so that nothing is squeezed."""
-    amounts: Plain = {}
-    if deployment.cuda:
-        amounts |= {"nvidia.com/gpu": deployment.gpus}
-    else:
-        amounts |= {"cpu": str(deployment.cores)}
-    if deployment.memory_bytes is not None:
-        amounts |= {"memory": f"{deployment.memory_bytes // 2**20}Mi"}
-    return {"requests": dict(amounts), "limits": dict(amounts)}
-
-
-def probes(deployment: Deployment) -> Plain:
-    """The start may take three times what was measured; then a server that is silent for a minute is started again."""
-    get: Plain = {"httpGet": {"path": "/health", "port": "http"}, "timeoutSeconds": 5}
-    return {
-        "startupProbe": {**get, "periodSeconds": 5, "failureThreshold": math.ceil(deployment.start_timeout_s / 5)},
-        "readinessProbe": {**get, "periodSeconds": 5, "failureThreshold": 2},
-        "livenessProbe": {**get, "periodSeconds": 10, "failureThreshold": 6},
-    }
-
-
 def _volumes(deployment: Deployment) -> list[Plain]:
     if deployment.model_repo:
-        model: Plain = {"name": "model", "emptyDir": {"sizeLimit": _disk(deployment)}}
+        model: Plain = {"name": "model", "emptyDir": {"sizeLimit": disk(deployment)}}
     else:
         model = {"name": "model", "persistentVolumeClaim": {"claimName": claim(deployment), "readOnly": True}}
-    shared: Plain = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
-    return [model, {"name": "cache", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}, shared]
+    return [model, *SCRATCH_VOLUMES]
 
 
 def _download(deployment: Deployment) -> Plain:
@@ -195,8 +160,8 @@ def _autoscaler(deployment: Deployment) -> Plain:
         "minReplicas": 1,
         "maxReplicas": deployment.max_replicas,
         "metrics": [
-            _pods_metric("vllm_num_requests_waiting", max(1, deployment.concurrency // 4)),
-            _pods_metric("vllm_num_requests_running", max(1, math.floor(0.8 * deployment.concurrency))),
+            _pods_metric("vllm_num_requests_waiting", wait_target(deployment)),
+            _pods_metric("vllm_num_requests_running", run_target(deployment)),
         ],
         "behavior": {"scaleUp": {"policies": [up]}, "scaleDown": {"stabilizationWindowSeconds": 300}},
     }
@@ -222,45 +187,3 @@ def _adapter_rules() -> Plain:
         for state in ("waiting", "running")
     ]
     return {"rules": {"custom": rules}}
-
-
-# --- the volume ----------
-def claim(deployment: Deployment) -> str:
-    """Name of the claim that holds the checkpoint."""
-    return f"{deployment.name}-model"
-
-
-def _disk(deployment: Deployment) -> str:
-    """A fifth more than the weights, for tokenizer and configs; at least 1 GiB."""
-    return f"{max(1, math.ceil(1.2 * deployment.disk_bytes / GIB))}Gi"
-
-
-def model_volume(deployment: Deployment) -> str:
-    """A claim, and a pod that holds it while the checkpoint is copied in."""
-    name, loader = claim(deployment), f"{deployment.name}-loader"
-    steps = (
-        "1. kubectl apply -f model-volume.yaml",
-        f"2. kubectl wait --for=condition=Ready pod/{loader}",
-        f"3. kubectl cp {deployment.folder}/. {loader}:{MODEL_PATH}",
-        f"4. kubectl delete pod {loader}",
-        "Pods on several nodes need an access mode that your storage class offers, ReadWriteMany say.",
-    )
-    volume: Plain = {
-        "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name},
-        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": _disk(deployment)}}},
-    }  # fmt: skip
-    container: Plain = {
-        "name": "loader", "image": deployment.image, "command": ["sleep", "infinity"],
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": [{"name": "model", "mountPath": MODEL_PATH}],
-    }  # fmt: skip
-    pod: Plain = {
-        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": loader},
-        "spec": {
-            "terminationGracePeriodSeconds": 1,
-            "securityContext": {"runAsNonRoot": True, "runAsUser": USER_ID, "runAsGroup": USER_ID, "fsGroup": USER_ID},
-            "containers": [container],
-            "volumes": [{"name": "model", "persistentVolumeClaim": {"claimName": name}}],
-        },
-    }  # fmt: skip
-    return head(deployment, "Volume of the checkpoint", *steps) + to_yaml(volume, pod)

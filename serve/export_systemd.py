@@ -71,7 +71,7 @@ def _service(deployment: Deployment, user: str) -> tuple[str, ...]:
         "LimitNOFILE=65536",
         *memory,
         *HARDENING,
-        *(() if _under_tmp(deployment) else ("PrivateTmp=yes",)),
+        "ReadWritePaths=/tmp" if _under_tmp(deployment) else "PrivateTmp=yes",  # vLLM's processes meet in /tmp
     )
 
 

@@ -165,7 +165,13 @@ def test_kserves_schema_takes_both_objects(run: Path, kserve_sdk: zipfile.ZipFil
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"},
            "spec": {"containers": spec["containers"], "volumes": spec["volumes"]}}  # fmt: skip  # type: ignore[index]
     kubernetes_validate.validate(pod, KUBERNETES, strict=True)
-    both["InferenceService"]["spec"]["predictor"]["modle"] = {}  # type: ignore[index]
+    predictor = both["InferenceService"]["spec"]["predictor"]  # type: ignore[index]
+    targets = [m["external"]["target"] for m in predictor["autoScaling"]["metrics"]]
+    assert targets == [
+        {"type": "Value", "value": "2"},
+        {"type": "Value", "value": "6"},
+    ]  # all that KServe hands to KEDA
+    predictor["modle"] = {}
     wrong = list(kserve_schema.problems(kserve_sdk, "V1beta1InferenceService", both["InferenceService"]))
     assert wrong == [".spec.predictor.modle is no field"]
 
@@ -310,8 +316,12 @@ def test_a_gpu_of_its_own(run: Path, checkpoint: Path) -> None:
 def test_a_file_of_the_machine_is_no_part_of_a_container(run: Path) -> None:
     report = json.loads((run / "measurements.json").read_text())
     (int8,) = (v for v in report["variants"] if v["name"] == "int8")
+    int8["server"]["env"]["LD_PRELOAD"] = "/home/me/libiomp5.so"
+    text = (exported(write(run, report), "kubernetes") / "kubernetes.yaml").read_text()
+    assert text.count("LD_PRELOAD") == 1  # in the head, which says that it is left out
     int8["server"]["command"] += ["--chat-template", "/home/me/chat.jinja"]
     done = export(write(run, report), "compose")
     assert done.returncode == 2
     assert "--chat-template /home/me/chat.jinja is a file of this machine" in done.stderr
-    assert export(run, "systemd").returncode == 0
+    unit = (exported(run, "systemd") / "qserve-int8.service").read_text()
+    assert "\nEnvironment=LD_PRELOAD=/home/me/libiomp5.so\n" in unit
