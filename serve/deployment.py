@@ -165,9 +165,9 @@ def _limit(slo_s: float | None, measured_s: float | None) -> Limit | None:
 
 
 def _drain_s(load: LoadSummary) -> int:
-    """Twice a slow request's whole time, between 30 s and 5 minutes."""
+    """Twice a slow request's whole time, between one minute and five: answers may be longer than those measured."""
     slow_s = load.e2e_s.p95 or load.e2e_s.mean or 0.0
-    return min(300, max(30, math.ceil(2 * slow_s)))
+    return min(300, max(60, math.ceil(2 * slow_s)))
 
 
 def _arguments(command: Sequence[str]) -> tuple[str, ...]:
@@ -202,7 +202,7 @@ def _settings(args: tuple[str, ...], concurrency: int, drain_s: int) -> tuple[tu
         )
     if "--shutdown-timeout" not in made:
         made += ["--shutdown-timeout", str(drain_s)]
-        changes.append(f"--shutdown-timeout {drain_s}: on SIGTERM running requests are finished, not aborted")
+        changes.append(f"--shutdown-timeout {drain_s}: on SIGTERM what runs and waits is finished, not aborted")
     return tuple(made), tuple(changes)
 
 

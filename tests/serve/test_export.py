@@ -92,7 +92,7 @@ def test_compose_is_what_compose_reads(run: Path, checkpoint: Path) -> None:
     vllm = read["services"]["vllm"]
     text = " ".join(vllm["command"])
     assert text.startswith("--model /model --served-model-name int8 --host 0.0.0.0 --port 8000 --dtype bfloat16 ")
-    assert text.endswith("--enforce-eager --max-num-seqs 8 --shutdown-timeout 30")
+    assert text.endswith("--enforce-eager --max-num-seqs 8 --shutdown-timeout 60")
     assert vllm["volumes"][0]["source"].replace("$$", "$") == str(checkpoint)
     assert vllm["volumes"][0]["read_only"]
     assert vllm["environment"]["VLLM_CPU_KVCACHE_SPACE"] == "3"
@@ -112,7 +112,7 @@ def test_systemd_takes_the_unit_and_gives_vllm_its_words(run: Path, checkpoint: 
     plain = [re.sub(r"\\(.)", r"\1", w).replace("%%", "%").replace("$$", "$") for w in words]
     assert plain[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     assert plain[4] == str(checkpoint)
-    assert plain[-2:] == ["--shutdown-timeout", "30"]
+    assert plain[-2:] == ["--shutdown-timeout", "60"]
     assert "VLLM_CPU_OMP_THREADS_BIND=0,1" in text
     verify = [tool("systemd-analyze"), "verify", "--man=no", str(unit)]
     done = subprocess.run(verify, capture_output=True, text=True, check=False)
@@ -134,7 +134,7 @@ def test_kubernetes_schemas_take_every_object(run: Path, repo: tuple[str, ...]) 
     (vllm,) = pod["containers"]
     assert vllm["resources"]["limits"] == {"cpu": "2", "memory": "5632Mi"}
     assert vllm["startupProbe"]["periodSeconds"] * vllm["startupProbe"]["failureThreshold"] >= 3 * 47
-    assert pod["terminationGracePeriodSeconds"] > 30
+    assert pod["terminationGracePeriodSeconds"] == 10 + 60 + 20
     assert [c["command"][:3] for c in pod.get("initContainers", [])] == (
         [["hf", "download", "me/int8"]] if repo else []
     )
@@ -248,6 +248,15 @@ def test_grafanas_types_keep_every_field_of_the_dashboard(run: Path) -> None:
     assert "twice the measured p95" in itl["description"]
     typo = made | {"panells": []}
     assert list(lost(typo, json.loads(JSONEncoder().encode(Dashboard.from_json(typo))))) == ["/panells"]
+
+
+@pytest.mark.parametrize("name", ["alerts.yml", "dashboard.json"])
+def test_every_metric_is_one_that_vllm_has(run: Path, name: str) -> None:
+    """vllm-metrics.txt: the names in /metrics of a served int8 checkpoint, vLLM 0.32.0."""
+    known = set((HERE / "vllm-metrics.txt").read_text().split())
+    used = set(re.findall(r"vllm:\w+", (exported(run, "compose") / name).read_text()))
+    assert len(used) >= 4
+    assert used - known - {metric.removesuffix("_bucket") for metric in known} == set()
 
 
 # --- what it refuses, and what it says ----------
