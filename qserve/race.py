@@ -133,7 +133,7 @@ def _course(inputs: Inputs, folder: Path) -> Course:
     def take(count: int, tokens: int) -> tuple[Request, ...]:
         return tuple(Request(ids, tokens) for ids in prompts.take(count, bench.prompt_tokens))
 
-    warm = tuple(take(heat.concurrency, min(8, bench.output_tokens)) for _ in range(PASSES))
+    warm = tuple(take(heat.concurrency, min(4, bench.output_tokens)) for _ in range(PASSES))
     rounds = tuple(take(heat.requests, bench.output_tokens) for _ in range(heat.rounds))
     return Course(inputs, folder, Plan(bench, prompts, float("inf")), warm, rounds)
 
