@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qserve.app import WorkspaceOption, app, say
-from qserve.errors import UsageError
+from qserve.errors import PreflightError, UsageError
 
 if TYPE_CHECKING:
     from qserve.artifacts import Report, VariantResult
-    from qserve.serve.deployment import Deployment, Slo
+    from qserve.serve.deployment import Deployment
+    from qserve.wishes import Wishes as Demands
 
 
 class Target(StrEnum):
@@ -25,12 +26,14 @@ class Target(StrEnum):
 
 @app.command()
 def export(
-    variant: Annotated[str, typer.Argument(help="Name of a measured variant, or bf16.")],
     target: Annotated[Target, typer.Option("--for", help="What it is deployed with.")],
     out: Annotated[Path, typer.Option(help="Folder to write into.")],
+    variant: Annotated[
+        str | None, typer.Argument(help="A measured variant, or bf16; default: what `qserve choose` chooses.")
+    ] = None,
     run: Annotated[Path | None, typer.Option("--run", help="A run folder; default: the newest.")] = None,
     slo: Annotated[
-        list[str] | None, typer.Option("--slo", help="ttft_p95=0.5 or itl_p95=0.05, in seconds; may be given again.")
+        list[str] | None, typer.Option("--slo", help="NAME=SECONDS, as ttft_p95=0.5; may be given again.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the deployment [default: qserve-VARIANT]")] = None,
     image: Annotated[str | None, typer.Option(help="Container image [default: vLLM's of the measured version]")] = None,
@@ -57,8 +60,10 @@ def export(
     report = read_report(run or open_workspace(workspace).latest_run())
     if target is Target.systemd and image:
         raise UsageError("--image is for containers; a systemd service runs the environment that was measured")
-    wishes = Wishes(name, image, _repo(model_repo, target), port, max_replicas, kv_cache_gib, _slo(slo))
-    deployment = plan_deployment(report, _result(report, variant), wishes)
+    demands = _wishes(report, slo)
+    wishes = Wishes(name, image, _repo(model_repo, target), port, max_replicas, kv_cache_gib, demands.slo)
+    result = _result(report, variant or _chosen(report, demands))
+    deployment = plan_deployment(report, result, wishes)
     _check_checkpoint(deployment, target)
     for change in deployment.changes:
         say(f"not as measured: {change}")
@@ -97,19 +102,22 @@ def _result(report: "Report", variant: str) -> "VariantResult":
     return results[variant]
 
 
-def _slo(texts: list[str] | None) -> "Slo":
-    from qserve.serve.deployment import Slo
+def _wishes(report: "Report", slo: list[str] | None) -> "Demands":
+    """The `choose:` section of the recipe that was run, with the SLO of the command line on top."""
+    from qserve.choose import merge, named_numbers, section
 
-    found: dict[str, float] = {}
-    for text in texts or []:
-        name, _, value = text.partition("=")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            found[name] = float("nan")
-        if name not in ("ttft_p95", "itl_p95") or not 0 < found[name] < float("inf"):
-            raise UsageError(f"--slo {text}: write ttft_p95=SECONDS or itl_p95=SECONDS, as in --slo ttft_p95=0.5")
-    return Slo(found.get("ttft_p95"), found.get("itl_p95"))
+    return merge(section(report, None), {"slo": named_numbers("--slo", slo)})
+
+
+def _chosen(report: "Report", wishes: "Demands") -> str:
+    """What `qserve choose` says of the same run and wishes. Raises PreflightError where it does not choose."""
+    from qserve.eval.decide import decide
+
+    decision = decide(report, wishes)
+    if decision.choice is None:
+        raise PreflightError(f"{decision.sentence} Name the variant to export; `qserve choose` says more")
+    say(decision.sentence)
+    return decision.choice
 
 
 def _repo(text: str | None, target: Target) -> str | None:

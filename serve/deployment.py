@@ -7,7 +7,7 @@ what was measured, `changes` says so and why, and every file carries it.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from qserve.artifacts import LoadSummary, Point, Report, ServerFacts, VariantResult
@@ -17,14 +17,6 @@ GIB = 2**30
 MODULE = "vllm.entrypoints.openai.api_server"
 KV_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
 OWN_GPU_SHARE = "0.9"  # of a GPU that is not shared with a second server, as in `qserve serve`
-
-
-@dataclass(frozen=True)
-class Slo:
-    """What latency is allowed, in seconds at p95; None is no limit."""
-
-    ttft_p95_s: float | None = None
-    itl_p95_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +37,7 @@ class Wishes:
     port: int = 8000
     max_replicas: int = 4
     kv_cache_gib: int | None = None  # CPU; None: as measured
-    slo: Slo = Slo()
+    slo: Mapping[str, float] = field(default_factory=dict)  # ttft_p95, itl_p95, ... -> seconds, at most
 
 
 @dataclass(frozen=True)
@@ -112,8 +104,8 @@ def plan_deployment(report: Report, result: VariantResult, wishes: Wishes) -> De
         memory_bytes=None if memory is None else _ceil_gib(memory * 1.1 + kv_bytes),
         disk_bytes=result.memory.disk_bytes if result.memory else 0, startup_s=facts.startup_s, drain_s=drain_s,
         concurrency=point.concurrency,
-        ttft=_limit(wishes.slo.ttft_p95_s, point.variant.ttft_s.p95),
-        itl=_limit(wishes.slo.itl_p95_s, point.variant.itl_s.p95),
+        ttft=_limit(wishes.slo.get("ttft_p95"), point.variant.ttft_s.p95),
+        itl=_limit(wishes.slo.get("itl_p95"), point.variant.itl_s.p95),
         max_replicas=wishes.max_replicas, measured=_measured(report, result, point), changes=(*changes, *env_changes),
     )  # fmt: skip
 
@@ -131,7 +123,7 @@ def label(name: str) -> str:
 
 
 # --- from the report ----------
-def _highest_load(result: VariantResult, slo: Slo) -> Point:
+def _highest_load(result: VariantResult, slo: Mapping[str, float]) -> Point:
     """The highest concurrency with a valid measurement that meets the SLO."""
     valid = [p for p in result.points if p.variant.valid]
     if not valid:
@@ -145,10 +137,17 @@ def _highest_load(result: VariantResult, slo: Slo) -> Point:
     return max(good, key=lambda p: p.concurrency)
 
 
-def _meets(load: LoadSummary, slo: Slo) -> bool:
+def _meets(load: LoadSummary, slo: Mapping[str, float]) -> bool:
     """An unknown percentile meets no limit."""
-    pairs = ((load.ttft_s.p95, slo.ttft_p95_s), (load.itl_s.p95, slo.itl_p95_s))
-    return all(limit is None or (seen is not None and seen <= limit) for seen, limit in pairs)
+    seen = {name: _percentile(load, name) for name in slo}
+    return all(value is not None and value <= slo[name] for name, value in seen.items())
+
+
+def _percentile(load: LoadSummary, name: str) -> float | None:
+    """`ttft_p95` is the p95 of ttft_s."""
+    latency, _, percentile = name.partition("_")
+    value: float | None = getattr(getattr(load, f"{latency}_s"), percentile)
+    return value
 
 
 def _latencies(load: LoadSummary) -> str:

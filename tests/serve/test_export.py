@@ -266,8 +266,8 @@ def test_every_metric_is_one_that_vllm_has(run: Path, name: str) -> None:
         ("int9", (), 2, "did you mean int8?"),
         ("fp8", (), 3, "fp8 was not measured in run 20261130-161948-6bea5660a9c5"),
         ("int8", ("--slo", "ttft_p95=0.1"), 3, "met the SLO at no measured concurrency"),
-        ("int8", ("--slo", "ttft=1"), 2, "write ttft_p95=SECONDS"),
-        ("int8", ("--slo", "ttft_p95=soon"), 2, "write ttft_p95=SECONDS"),
+        ("int8", ("--slo", "ttft=1"), 2, "did you mean one of"),
+        ("int8", ("--slo", "ttft_p95=soon"), 2, "write NAME=NUMBER"),
         ("int8", ("--name", "9"), 2, "give --name"),
         ("int8", ("--model-repo", "me/x"), 2, "--model-repo is for kubernetes and kserve"),
         ("bf16", (), 2, "is not here; run `qserve prep`"),
@@ -301,6 +301,26 @@ def test_every_file_says_what_was_measured_and_what_differs(run: Path) -> None:
     assert "# - VLLM_CPU_KVCACHE_SPACE 6 instead of 3: asked for" in text
     assert "memory: 8704Mi" in text  # three GiB more than with what was measured
     assert documents(folder / "kubernetes.yaml")["Service"]["metadata"]["name"] == "my-chat-bot"  # type: ignore[index]
+
+
+def unnamed(run: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "qserve.cli", "export", "--for", "compose", "--out", str(run.parent / "chosen")]
+    return subprocess.run([*command, "--run", str(run)], capture_output=True, text=True, check=False)
+
+
+def test_without_a_name_it_is_what_choose_chooses(run: Path) -> None:
+    """The real run resolves nothing, so nothing is exported; with the intervals that more pairs would give, int8 is."""
+    undecided = unnamed(run)
+    assert undecided.returncode == 3
+    assert "Unresolved: " in undecided.stderr
+    assert "Name the variant to export" in undecided.stderr
+    report = json.loads((run / "measurements.json").read_text())
+    for point in next(v for v in report["variants"] if v["name"] == "int8")["points"]:
+        point["throughput"] |= {"value": 1.6, "low": 1.5, "high": 1.7, "verdict": "faster", "pairs": 8}
+    done = unnamed(write(run, report))
+    assert done.returncode == 0, done.stderr
+    assert "Deploy int8" in done.stderr
+    assert "--served-model-name\n    - int8\n" in (run.parent / "chosen" / "compose.yaml").read_text()
 
 
 def test_a_gpu_of_its_own(run: Path, checkpoint: Path) -> None:
