@@ -72,6 +72,11 @@ def run_bench(inputs: Inputs) -> Path:
 
 def _run(inputs: Inputs) -> Path:
     started = time.monotonic()
+    if inputs.recipe.serving.quantization is not None:
+        raise UsageError(
+            "serving.quantization would quantize the bf16 baseline itself; leave it out of a bench, make a variant, or "
+            "use it with `qserve serve` or `qserve race`"
+        )
     check_lengths(inputs.recipe, read_config(inputs.prepared[0].folder))
     context = _prepare_context(inputs)
     for step in measure(context):
@@ -122,7 +127,8 @@ def _engines(inputs: Inputs, config: Mapping[str, object]) -> tuple[tuple[Engine
         PreflightError: not even one has room for a request of full length.
     """
     free, weights = available_bytes(), max(p.manifest.weights.total_bytes for p in inputs.prepared)
-    gpu = (inputs.machine.gpu_memory_bytes or 0) * inputs.recipe.serving.tensor_parallel
+    serving = inputs.recipe.serving
+    gpu = (inputs.machine.gpu_memory_bytes or 0) * serving.tensor_parallel * serving.pipeline_parallel
 
     def opened(servers: int) -> tuple[Engine, ...]:
         room, most = Room(servers, free, weights), max(inputs.recipe.bench.concurrency)

@@ -139,13 +139,19 @@ def _course(inputs: Inputs, folder: Path) -> Course:
 
 
 # --- writing it down ----------
+def _served(recipe: Recipe, entry: Entry) -> str:
+    """The checkpoint in words, and what vLLM makes of it as it starts."""
+    at_start = recipe.serving.quantization if (entry.engine, entry.prepared.variant) == ("vllm", BASELINE) else None
+    label = entry.prepared.manifest.label + (f", {at_start} at start-up" if at_start else "")
+    return f"{entry.prepared.variant} ({label})"
+
+
 def _write(course: Course, wall_s: float) -> None:
     inputs, heat = course.inputs, course.inputs.heat
     legs: dict[str, list[Leg]] = {}
     starters = []
     for entry, _ in inputs.entries:
-        label = f"{entry.prepared.variant} ({entry.prepared.manifest.label})"
-        starters.append(Starter(name=entry.engine, served=label))
+        starters.append(Starter(name=entry.engine, served=_served(inputs.recipe, entry)))
         legs[entry.engine] = [Leg.read(leg_path(course.run, entry.engine, n)) for n in range(PASSES)]
     for index, attached in enumerate(inputs.attached):
         starters.append(Starter(name=attached.url, served=attached.model))

@@ -115,6 +115,10 @@ def _on_off(value: object) -> object:
 EngineName = Literal["vllm", "llama-server", "transformers", "pipeline", "tgi", "sglang"]
 
 
+# What vLLM may be asked to do to an unquantized model as it loads it; not every platform has each.
+StartQuantization = Literal["fp8", "fp8_per_channel", "fp8_per_block", "int8", "bitsandbytes"]
+
+
 class Serving(Frozen):
     """How every variant is served. All variants share it: only the checkpoint differs."""
 
@@ -128,6 +132,7 @@ class Serving(Frozen):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: what is fastest on this machine
     # torch.compile; YAML reads a bare on or off as true or false
     compile: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_off)] = "auto"
+    quantization: StartQuantization | None = None  # vLLM, at start-up, of a checkpoint that is not quantized
     kv_cache_gib: int | None = Field(None, ge=1)  # on a CPU, whole GiB; None: fitted to the machine
     extra_args: tuple[str, ...] = ()  # of `engine`; another engine of the same run does not get them
     python: Path | None = None  # an environment of your own with vLLM in it, instead of the managed one

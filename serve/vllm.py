@@ -18,7 +18,7 @@ from typing import Literal, assert_never
 from qserve.artifacts import Machine, Memory, ServerFacts
 from qserve.errors import PreflightError
 from qserve.machine import core_ids
-from qserve.recipe import Serving
+from qserve.recipe import Serving, StartQuantization
 from qserve.serve.engine import Room, Setting, Subject
 from qserve.serve.kv_cache import GIB, context_length, kv_bytes_per_token
 from qserve.serve.server import Launch, Server
@@ -45,6 +45,7 @@ class Settings:
     pipeline_parallel: int
     data_parallel: int
     executor: Literal["auto", "mp", "ray"]
+    quantization: StartQuantization | None  # at start-up, of unquantized checkpoints
     threads: tuple[int, ...]  # CPU ids that compute, empty on CUDA
     max_logprobs: int
     extra_args: tuple[str, ...]
@@ -73,7 +74,10 @@ class Vllm:
         return unservable(variant, self.machine)
 
     def launch(self, subject: Subject, at: tuple[str, int]) -> Launch:
-        return launch_vllm(self.python, subject.folder, subject.name, self.settings, at)
+        launch = launch_vllm(self.python, subject.folder, subject.name, self.settings, at)
+        if self.settings.quantization is None or not isinstance(subject.variant, Bf16):
+            return launch
+        return replace(launch, argv=(*launch.argv, "--quantization", self.settings.quantization))
 
     def facts(self, server: Server, log_name: str) -> ServerFacts:
         return facts(server, log_name)
@@ -92,9 +96,12 @@ def choose_settings(serving: Serving, config: Mapping[str, object], machine: Mac
     """The settings for this model on this machine; `config` is the checkpoint's config.json.
 
     Raises:
-        PreflightError: the KV cache has no room for one request of `max_model_len` tokens, or there are too few GPUs.
+        PreflightError: the KV cache has no room for one request of `max_model_len` tokens, there are too few GPUs, or
+            it cannot quantize as it is asked to at start-up.
     """
     _need_gpus(serving, machine)
+    if reason := unquantizable(serving.quantization, machine):
+        raise PreflightError(reason)
     dtype = choose_dtype(serving, machine)
     length = context_length(config, serving.max_model_len)
     cuda = machine.flavour == "cuda"
@@ -110,6 +117,7 @@ def choose_settings(serving: Serving, config: Mapping[str, object], machine: Mac
         pipeline_parallel=serving.pipeline_parallel,
         data_parallel=serving.data_parallel,
         executor=serving.executor,
+        quantization=serving.quantization,
         threads=() if cuda else core_ids(),
         max_logprobs=1024,
         extra_args=serving.extra_args if serving.engine == "vllm" else (),
@@ -192,6 +200,26 @@ def _env(settings: Settings) -> dict[str, str]:
     if settings.kv_cache_bytes is not None:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_bytes // GIB)
     return env
+
+
+def unquantizable(asked: StartQuantization | None, machine: Machine) -> str | None:
+    """Why the locked vLLM (0.32) cannot do this at start-up on this machine; None where it can, or nothing is asked."""
+    cpu = machine.flavour == "cpu"
+    match asked:
+        case "int8":
+            return (
+                "vLLM quantizes only the experts of a model to int8 at start-up; "
+                "make a variant instead: {method: rtn, bits: 8, activations: int8}"
+            )
+        case "bitsandbytes":
+            return "vLLM has no bitsandbytes any more; use serving.quantization: fp8_per_channel, or make a variant"
+        case "fp8" if cpu:
+            return "vLLM has no CPU kernel for one FP8 scale a tensor; use serving.quantization: fp8_per_channel"
+        case "fp8_per_block" if cpu and "amx_tile" not in machine.isa:
+            return "vLLM needs AMX for FP8 blocks on a CPU; use serving.quantization: fp8_per_channel"
+        case None | "fp8" | "fp8_per_channel" | "fp8_per_block":
+            return None
+    assert_never(asked)
 
 
 def unservable(variant: Variant, machine: Machine) -> str | None:

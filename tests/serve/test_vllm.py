@@ -8,7 +8,7 @@ from qserve.artifacts import Machine
 from qserve.errors import PreflightError
 from qserve.recipe import Serving
 from qserve.serve import vllm
-from qserve.serve.engine import Room
+from qserve.serve.engine import Room, Subject
 from qserve.serve.kv_cache import kv_bytes_per_token
 from qserve.variants import Awq, Bf16, Fp8, Gptq
 
@@ -107,6 +107,28 @@ def test_several_gpus() -> None:
     settings = vllm.choose_settings(on_ray, SMOLLM2, H100, room())
     text = " ".join(vllm.launch_vllm(Path("p"), Path("/c"), "m", settings, ("::", 9)).argv)
     assert "--distributed-executor-backend ray" in text
+
+
+def test_quantized_at_start_up() -> None:
+    settings = vllm.choose_settings(Serving(quantization="fp8_per_channel"), SMOLLM2, ZEN4, room())
+    engine = vllm.Vllm(Path("p"), "r", ZEN4, settings, None)
+    plain, int8 = Bf16(), Gptq(method="gptq", bits=8, activations="int8")
+    argv = [engine.launch(Subject("m", Path("/c"), variant), ("::", 9)).argv for variant in (plain, int8)]
+    assert argv[0][-2:] == ("--quantization", "fp8_per_channel")
+    assert "--quantization" not in argv[1]  # it is quantized already
+
+
+@pytest.mark.parametrize(
+    ("asked", "machine", "says"),
+    [
+        ("fp8", ZEN4, "use serving.quantization: fp8_per_channel"), ("fp8_per_block", ZEN4, "needs AMX"),
+        ("int8", H100, "only the experts"), ("bitsandbytes", H100, "no bitsandbytes"),
+    ],
+)  # fmt: skip
+def test_start_quantization_that_the_platform_lacks(asked: str, machine: Machine, says: str) -> None:
+    with pytest.raises(PreflightError, match=says):
+        vllm.choose_settings(Serving.model_validate({"quantization": asked}), SMOLLM2, machine, room())
+    assert vllm.unquantizable("fp8", H100) is None
 
 
 def test_what_this_machine_has_no_kernel_for() -> None:
