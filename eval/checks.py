@@ -9,7 +9,7 @@ from qserve.decision import Check, State
 from qserve.eval import figures
 from qserve.eval.compare import t_95
 from qserve.eval.student import samples_needed
-from qserve.recipe import BASELINE
+from qserve.variants import BASELINE
 from qserve.wishes import Floor, Wishes
 
 MISSING_LIMIT = 0.01  # share of requests without the latency in question, up to which they are passed over

@@ -10,7 +10,7 @@ from qserve.eval.findings import verdict
 from qserve.eval.flips import Ground, flips
 from qserve.eval.more import more
 from qserve.eval.settle import Race, Settled, settle
-from qserve.recipe import BASELINE
+from qserve.variants import BASELINE
 from qserve.wishes import Wishes
 
 

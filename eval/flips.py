@@ -16,7 +16,7 @@ from qserve.eval.lengths import lengths
 from qserve.eval.settle import Settled, settle
 from qserve.eval.standing import load_at
 from qserve.eval.table import concurrencies, everyone
-from qserve.recipe import BASELINE
+from qserve.variants import BASELINE
 from qserve.wishes import Floor, Wishes
 
 
@@ -40,7 +40,7 @@ class Ground:
 
 def flips(ground: Ground) -> tuple[Flip, ...]:
     """Everything that is known to change the answer; for concurrency, lengths and price also what does not."""
-    if ground.report.quick:
+    if any(not need.names for need in ground.settled.needs):  # the report itself decides nothing, whatever is asked
         return ()
     found = [
         *_concurrency(ground),

@@ -12,7 +12,7 @@ from qserve.eval import figures
 from qserve.eval.settle import Settled
 from qserve.eval.standing import measured_lengths, point_at
 from qserve.eval.table import everyone
-from qserve.recipe import BASELINE
+from qserve.variants import BASELINE
 
 
 def lengths(report: Report, settled: Settled, runner_up: FormatStanding | None) -> Iterator[Flip]:

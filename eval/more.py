@@ -7,7 +7,7 @@ from qserve.artifacts import Report
 from qserve.decision import More
 from qserve.eval.settle import PAIRS_FIRST, Need, Settled
 from qserve.eval.table import concurrencies
-from qserve.recipe import BASELINE
+from qserve.variants import BASELINE
 from qserve.wishes import Wishes
 
 

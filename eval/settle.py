@@ -22,7 +22,7 @@ from qserve.eval.gains import Gain
 from qserve.eval.standing import load_at, measured_lengths, point_at, stand
 from qserve.eval.student import samples_needed
 from qserve.eval.table import everyone
-from qserve.recipe import BASELINE
+from qserve.variants import BASELINE
 from qserve.wishes import Wishes
 
 WORTHWHILE = math.log(1.05)  # a gain of less than 5 % is not worth another run

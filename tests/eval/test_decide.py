@@ -212,6 +212,15 @@ def test_without_traffic_each_format_runs_at_the_largest_concurrency_that_holds_
     assert (decision.choice, decision.concurrency) == ("int8", 16)
 
 
+def test_the_objective_may_be_a_latency() -> None:
+    """int8 serves no more tokens, and the first one comes in half the time."""
+    report = known([Truth("int8", 1.0, noise=0.01, ttft=0.5)])
+    assert decide(report, Wishes(traffic=AT_8)).choice == "bf16"
+    sooner = decide(report, Wishes(traffic=AT_8, objective="ttft"))
+    assert sooner.choice == "int8" and "times the time to first token of bf16" in sooner.sentence
+    assert decide(report, Wishes(traffic=AT_8, objective="itl")).choice == "bf16"
+
+
 def test_a_percentile_that_is_not_known_is_not_taken_for_held() -> None:
     decision = decide(known([Truth("int8", 1.4)], requests=4), Wishes(slo={"ttft_p95": 100}, traffic=AT_8))
     assert decision.outcome == "unresolved" and "16 values are too few" in decision.sentence
@@ -236,6 +245,7 @@ def test_what_was_not_measured_is_asked_for() -> None:
     assert other.more and other.more.command == "qserve bench known.yaml --concurrency 32"
     longer = decide(report, Wishes(traffic=Traffic(prompt_tokens=1024, output_tokens=256)))
     assert longer.more and longer.more.command == "qserve bench known.yaml --prompt-tokens 1024 --output-tokens 256"
+    assert longer.flips == ()
     assert decide(report, Wishes(traffic=Traffic(prompt_tokens=128))).choice == "int8"
 
 
