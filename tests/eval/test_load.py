@@ -337,6 +337,28 @@ def test_the_cut_keeps_tokens_and_first_tokens_but_no_end() -> None:
     assert summary.valid and summary.problem is not None and "no request was complete" in summary.problem
 
 
+def test_llama_cpp_counts_in_its_own_words() -> None:
+    async def script(call: Call) -> None:
+        await call.begin()
+        for i in range(1000):
+            await call.event({
+                "choices": [{"index": 0, "text": " a", "finish_reason": None}],
+                "timings": {"cache_n": 3, "prompt_n": 13, "predicted_n": 2 * (i + 1)},
+            })  # fmt: skip
+            await asyncio.sleep(0.02)
+
+    with serving(script) as fake:
+        target = Target(fake.url, "fake", usage_each_chunk=True, dialect="llama.cpp")
+        result = run(run_load(target, [Request(PROMPT, 2000)], 1, cut_after_s=0.3))
+        body = fake.calls[0].body
+    assert (body["timings_per_token"], body["ignore_eos"], body["stream_options"]) == (
+        True, True, {"include_usage": True},
+    )  # fmt: skip
+    assert not {"min_tokens", "skip_special_tokens"} & set(body)
+    (record,) = result.records
+    assert (record.outcome, record.prompt_tokens, record.output_tokens) == ("cut", 16, 2 * record.deltas)
+
+
 # --- bytes ----------
 CHUNKED = (
     b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX: y\r\n\r\n"
