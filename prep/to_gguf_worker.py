@@ -2,7 +2,7 @@
 
 job: source (folder), out (file), type ("Q4_K_M"), name (that the file gets), converter, quantize (paths of both
 programs), threads, work (folder for the file in between). The converter is run by this very Python, which has torch and
-transformers; it brings its own gguf package. Imports nothing of qserve.
+transformers; what else it needs, its own gguf package first, lies beside it. Imports nothing of qserve.
 """
 
 import os
@@ -32,7 +32,8 @@ def main(job: dict[str, Any], emit: Emit) -> dict[str, Any]:
 
 def run(command: list[str]) -> None:
     """Raises RuntimeError with the last line that it wrote. All of it goes to the log."""
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    site = Path(command[1]).with_name("site")  # beside the converter
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(site)}
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, check=False)
     print(done.stdout, flush=True)
     if done.returncode != 0:

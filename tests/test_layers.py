@@ -79,7 +79,7 @@ def test_the_wheel_holds_every_module_lock_and_recipe(tmp_path: Path) -> None:
         if path.suffix in (".py", ".lock", ".in", ".yaml", ".css") and f"{package}/{path.name}" not in names
     ]
     assert missing == []
-    assert len([n for n in names if n.endswith(".lock")]) == 13
+    assert len([n for n in names if n.endswith(".lock")]) == 14
     assert not any(name.startswith(("prep/", "serve/", "eval/", "recipes/", "tests/")) for name in names)
 
 
