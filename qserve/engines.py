@@ -12,7 +12,7 @@ from typing import assert_never, cast, get_args
 
 from qserve.artifacts import Machine
 from qserve.errors import PreflightError, UsageError
-from qserve.llama_cpp import adopt_llama_server, ensure_llama_cpp
+from qserve.llama_cpp import adopt_llama_server, check_llama_cpp_can_be_built, ensure_llama_cpp
 from qserve.machine import look
 from qserve.recipe import EngineName, Recipe, Serving
 from qserve.runtime_spec import sglang_spec
@@ -88,14 +88,17 @@ def refuse(name: EngineName, serving: Serving, machine: Machine) -> None:
     """See to it, before anything is built, that this machine can run an engine at all.
 
     Raises:
-        PreflightError: it cannot; says what it needs.
+        PreflightError, RuntimeBuildError: it cannot; says what it needs.
     """
     match name:
         case "tgi":
             tgi.find_image(serving.tgi_image, machine)
         case "sglang":
             sglang.need_gpu(machine)
-        case "vllm" | "llama-server" | "transformers" | "pipeline":
+        case "llama-server":
+            if serving.llama_server is None:
+                check_llama_cpp_can_be_built(machine.flavour)
+        case "vllm" | "transformers" | "pipeline":
             pass  # run on any machine that qserve runs on
         case _:
             assert_never(name)

@@ -9,9 +9,10 @@ import pytest
 from qserve import engines
 from qserve.artifacts import Machine
 from qserve.errors import PreflightError, UsageError
-from qserve.recipe import Bf16, EngineName, Fp8, Gguf, Recipe, Serving
+from qserve.recipe import EngineName, Recipe, Serving
 from qserve.serve import llama_server
 from qserve.serve.engine import Room, Setting, Subject
+from qserve.variants import Bf16, Fp8, Gguf
 
 GIB = 2**30
 SMOLLM2: dict[str, object] = {

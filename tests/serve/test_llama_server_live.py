@@ -18,10 +18,11 @@ from qserve.eval.quality import score
 from qserve.eval.summary import summarize
 from qserve.llama_cpp import LlamaCpp, find_llama_cpp, thing_of
 from qserve.prep.verify_gguf import verify_gguf
-from qserve.recipe import Gguf, GgufType, Serving
+from qserve.recipe import Serving
 from qserve.serve.engine import Room, Setting, Subject
 from qserve.serve.llama_server import GGUF_NAME, open_llama_server
 from qserve.serve.server import Server, free_port, running
+from qserve.variants import Gguf, GgufType
 
 CPU = Machine(flavour="cpu", cpu="c", cores=2, isa=(), memory_bytes=2**33)
 TYPES: tuple[GgufType, ...] = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0")
