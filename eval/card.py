@@ -17,6 +17,13 @@ from qserve.recipe import PackageSource, PathSource, parse_source, source_text
 LICENCE_FILES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
 
 
+# What transformers reads a backend's format with; None is llm-compressor
+READERS = {
+    None: "compressed-tensors", "autoawq": "gptqmodel", "autogptq": "gptqmodel optimum",
+    "gptqmodel": "gptqmodel optimum",
+}  # fmt: skip
+
+
 def model_card(subject: Subject) -> str:
     """README.md: metadata and text. Parsed once more, so that what is returned is a card that the Hub can read."""
     sections = [_head(subject), *_measurements(subject), _use(subject), _made(subject), _terms(subject)]
@@ -147,7 +154,7 @@ def _machine(measured: Measured) -> Iterator[str]:
 def _use(subject: Subject) -> str:
     serve = f"vllm serve {subject.repo}{_length(subject)}"
     vllm = fenced("sh", f"pip install vllm\n{serve}")
-    hf = fenced("sh", "pip install torch transformers compressed-tensors")
+    hf = fenced("sh", f"pip install torch transformers {READERS[subject.manifest.settings.get('backend')]}")
     return f"## Use\n\nWith vLLM:\n\n{vllm}\n\nWith transformers:\n\n{hf}\n\n{fenced('python', _python(subject))}"
 
 

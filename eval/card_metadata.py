@@ -37,8 +37,9 @@ def metadata(subject: Subject) -> ModelCardData:
 
 
 def _tags(manifest: Manifest) -> Iterator[str]:
-    yield from ("qserve", "quantized", "compressed-tensors", "llm-compressor", "vllm")
-    yield from manifest.label.lower().split()  # gptq w8a8 int8
+    backend = manifest.settings.get("backend")
+    yield from ("qserve", "quantized", *([backend] if backend else ["compressed-tensors", "llm-compressor"]), "vllm")
+    yield from manifest.label.partition(" (")[0].lower().split()  # gptq w8a8 int8
 
 
 def _datasets(manifest: Manifest) -> list[str] | None:

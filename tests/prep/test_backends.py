@@ -8,14 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import write_corpus, write_llama
+from packing import CONFIG, GROUP, TARGETS, packed_llama
+from tiny import write_corpus, write_llama, write_safetensors
 
 from qserve.errors import WorkerError
-from qserve.packed import PARTS, dequantize
+from qserve.jobs import Job, run_job
+from qserve.machine import look
+from qserve.packed import LOADER, PARTS, dequantize
+from qserve.prep import quantize
 from qserve.prep.headers import Tensor, read_bytes, read_folder
-from qserve.prep.quantize import LOCAL_FIELDS
 from qserve.prep.stage import Prepared, prepare
 from qserve.recipe import Recipe
+from qserve.runtimes import ensure_runtime
 from qserve.workspace import Workspace
 
 VARIANTS: dict[str, dict[str, object]] = {
@@ -28,6 +32,7 @@ LABELS = {
     "autoawq": "AWQ W4A16 g32 (AutoAWQ)", "autogptq": "GPTQ W4A16 g32 (AutoGPTQ)",
     "gptqmodel": "GPTQ W4A16 g32 (GPTQModel)", "plain-order": "GPTQ W4A16 g32 (GPTQModel)",
 }  # fmt: skip
+COMPARE = Path(quantize.__file__).with_name("compare_worker.py")
 DTYPES = {"I32": np.int32, "F16": np.float16}
 
 
@@ -70,7 +75,7 @@ def test_every_backend_makes_a_checkpoint_of_its_own_format(prepared: dict[str, 
         assert 4 < manifest.weights.bits_per_parameter < 10
         written = json.loads((prepared[name].folder / "config.json").read_text())["quantization_config"]
         assert written["quant_method"] == ("awq" if name == "autoawq" else "gptq")
-        assert not any(field in json.dumps(written) for field in LOCAL_FIELDS)
+        assert not any(field in json.dumps(written) for field in quantize.LOCAL_FIELDS)
 
 
 def test_the_rest_is_the_sources(root: Path, prepared: dict[str, Prepared]) -> None:
@@ -101,6 +106,28 @@ def test_packed_weights_mean_the_sources(prepared: dict[str, Prepared]) -> None:
             assert 0.02 < gap < 0.25, (name, layer, gap)
             seen += 1
         assert seen == 14
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_packed_checkpoint_is_as_near_as_rounding_and_a_broken_one_is_not(tmp_path: Path, method: str) -> None:
+    """Weights that were rounded by hand, loaded by the definition; then one layer packed in the wrong order."""
+    says = {"quant_method": method, "bits": 4, "group_size": GROUP, "version": "gemm"}
+    right, broken = packed_llama(method), packed_llama(method)
+    qweight = broken["model.layers.0.mlp.up_proj.qweight"][1]
+    qweight[...] = qweight[:, ::-1]
+    gaps = []
+    for name, arrays in (("right", right), ("broken", broken)):
+        write_safetensors(write_llama(tmp_path / name) / "model.safetensors", arrays)
+        (tmp_path / name / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": says}))
+        job = {
+            "checkpoint": str(tmp_path / name), "baseline": str(write_llama(tmp_path / "bf16")), "layers": 2,
+            "ids": list(range(48)), "bits": 4, "group_size": GROUP, "symmetric": method == "gptq",
+            "targets": list(TARGETS), "loader": str(LOADER), "threads": 1,
+        }  # fmt: skip
+        python = ensure_runtime("llmcompressor", look().flavour, print).python
+        gaps.append(run_job(Job(name, python, COMPARE, job, tmp_path / "log")))
+    assert gaps[0]["error"] == pytest.approx(gaps[0]["rounded"], rel=0.02)
+    assert gaps[1]["error"] > 1.3 * gaps[1]["rounded"] == 1.3 * gaps[0]["rounded"]
 
 
 def test_a_dead_calibration_is_refused_in_a_sentence(tmp_path: Path) -> None:

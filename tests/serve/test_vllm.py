@@ -10,7 +10,7 @@ from qserve.recipe import Serving
 from qserve.serve import vllm
 from qserve.serve.engine import Room, Subject
 from qserve.serve.kv_cache import kv_bytes_per_token
-from qserve.variants import Awq, Bf16, Fp8, Gptq
+from qserve.variants import Awq, Bf16, Fp8, Gptq, Mxfp4, Nvfp4, Rtn, Variant
 
 GIB = 2**30
 SMOLLM2 = {
@@ -24,6 +24,7 @@ H100 = Machine(
     gpu_memory_bytes=80 * GIB, gpu_capability="9.0",
 )  # fmt: skip
 TWO_H100 = H100.model_copy(update={"gpus": ("H100", "H100")})
+A100 = H100.model_copy(update={"gpus": ("A100",), "gpu_capability": "8.0"})
 
 
 def room(servers: int = 1, free: int = 20 * GIB) -> Room:
@@ -138,6 +139,23 @@ def test_what_this_machine_has_no_kernel_for() -> None:
     assert [vllm.unservable(v, ZEN3) for v in served] == [None, None, None]
     assert [vllm.unservable(v, m) for v in (*four_bits, *served) for m in (ZEN4, H100)] == [None] * 10
     assert "4-bit weights only" in (vllm.unservable(Gptq(method="gptq", bits=8), ZEN4) or "")
+
+
+@pytest.mark.parametrize(("variant", "machine", "words"), [
+    (Nvfp4(method="nvfp4"), ZEN4, "no CPU kernel for FP4"), (Mxfp4(method="mxfp4"), ZEN4, "no CPU kernel for FP4"),
+    (Nvfp4(method="nvfp4"), H100, None), (Rtn(method="rtn"), ZEN3, "no kernel for 4-bit"),
+    (Rtn(method="rtn"), ZEN4, None),
+    (Rtn(method="rtn", bits=8), ZEN4, "4-bit weights only"),
+    (Rtn(method="rtn", bits=8, activations="int8"), ZEN3, None),
+    (Fp8(method="fp8", kv_cache=True), ZEN3, "needs AVX-512"), (Fp8(method="fp8", kv_cache=True), ZEN4, None),
+    (Fp8(method="fp8", kv_cache=True), A100, "needs a GPU with FP8"), (Fp8(method="fp8", kv_cache=True), H100, None),
+    (Fp8(method="fp8", activations="block"), ZEN4, "needs AMX"),
+    (Fp8(method="fp8", activations="block"), ZEN4.model_copy(update={"isa": ("avx512f", "amx_tile")}), None),
+    (Gptq(method="gptq", backend="gptqmodel"), ZEN3, "no kernel for 4-bit"),
+])  # fmt: skip
+def test_what_vllm_has_no_kernel_for(variant: Variant, machine: Machine, words: str | None) -> None:
+    reason = vllm.unservable(variant, machine)
+    assert reason is None if words is None else words in (reason or "")
 
 
 LOG = """
