@@ -21,6 +21,7 @@ from qserve.prep.checkpoint import baseline_digest, build_baseline
 from qserve.prep.context import Context
 from qserve.prep.source import look, open_model
 from qserve.recipe import find_recipe, load_recipe
+from qserve.variants import settings_of
 from qserve.workspace import Workspace, sha256_file
 
 CLI = "import sys; from qserve.cli import app; sys.argv[0] = 'qserve'; app()"
@@ -97,7 +98,7 @@ def write_project(root: Path, licence: str | None = "apache-2.0") -> Project:
     model = open_model(recipe, look(recipe, print), space)
     build_baseline(context, model, baseline_digest(context, model))
     folder = write_checkpoint(space.checkpoint("fp8", "0123456789ab"), source)
-    manifest = make_manifest(folder, model.sha256, str(source), recipe.variant("fp8").model_dump(mode="json"), licence)
+    manifest = make_manifest(folder, model.sha256, str(source), settings_of(recipe.variant("fp8")), licence)
     return Project(root, folder, manifest)
 
 
