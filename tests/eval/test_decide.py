@@ -74,7 +74,7 @@ def test_nothing_qualifies_and_what_would_is_said() -> None:
 
 
 # --- the rule keeps its promises ----------
-@pytest.mark.parametrize("variants", [1, 2, 4])
+@pytest.mark.parametrize("variants", [1, 4])
 def test_no_difference_is_rarely_called_a_win(variants: int) -> None:
     """5 % in all may be false, however many formats are tried; 200 draws: three standard errors above are 9.6 %."""
     seen: Counter[str] = Counter()
