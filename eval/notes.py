@@ -167,4 +167,6 @@ def commands(report: Report) -> tuple[tuple[str, str], ...]:
 def reproduce(report: Report) -> str:
     recipe = shlex.quote(report.recipe_file)
     quick = " --quick" if report.quick else ""
-    return f"qserve prep {recipe} && qserve bench {recipe}{quick}"
+    used = engines(report)
+    named = "".join(f" --engine {name}" for name in used) if len(used) > 1 else ""
+    return f"qserve prep {recipe} && qserve bench {recipe}{named}{quick}"

@@ -272,6 +272,7 @@ _NOISE = re.compile(r"Traceback|Failed core proc|See root cause|^\s*(File|raise|
 _ERROR = re.compile(
     r"(?:\w+\.)*\w*(?:Error|Exception|Exit)\b: .+|\bERROR\b.*|error: .+|Killed|out of memory", re.IGNORECASE
 )
+_LLAMA_CPP = re.compile(r"[\d.]+ E (?:(?:srv|cmn|slot) +)?(.*)")
 
 
 def first_error(log: Path) -> str:
@@ -281,6 +282,9 @@ def first_error(log: Path) -> str:
         re.sub(r"^\(\w[\w-]* pid=\d+\)\s*(?:ERROR [\d-]+ [\d:]+ \[[^]]*\]\s*)?", "", line).strip() for line in lines
     ]
     named = [line for line in bare if re.match(r"(?:\w+\.)*\w*(?:Error|Exception)\b: \S", line)]
+    named = named or [
+        m[1] for line in bare if (m := re.match(r"[\d.]+ E (?:(?:srv|cmn|slot) +)?(.*)", line))
+    ]  # llama.cpp
     loose = [line for line in bare if _ERROR.search(line) and not _NOISE.search(line)]
     if found := (named or loose):
         return found[0][:300]

@@ -129,6 +129,11 @@ def test_a_bad_host_is_a_sentence() -> None:
         ("INFO ok\nDEBUG fine\n", "its last line was 'DEBUG fine'"),
         ("x\nfoo.bar.OutOfMemoryError: no\nValueError: later\n", "foo.bar.OutOfMemoryError: no"),
         ("error: unrecognized arguments: --x\n", "error: unrecognized arguments: --x"),
+        (
+            "0.00.08 I srv  load_model: loading\n0.00.09 E gguf_init_from_file: failed to open GGUF file 'm'\n"
+            "0.00.09 E cmn  common_init_: failed to load model 'm.gguf'",
+            "gguf_init_from_file: failed to open GGUF file 'm'",
+        ),
     ],
 )
 def test_first_error(tmp_path: Path, text: str, error: str) -> None:
