@@ -8,6 +8,7 @@ from huggingface_hub import ModelCard
 from qserve.artifacts import DataRecord, Manifest
 from qserve.eval import card_tables, figures
 from qserve.eval.card_metadata import Subject, metadata
+from qserve.eval.card_use import fenced, use
 from qserve.eval.figures import count, listed
 from qserve.eval.findings import comparable, machine_words, verdict
 from qserve.eval.publishable import Measured
@@ -17,16 +18,9 @@ from qserve.recipe import PackageSource, PathSource, parse_source, source_text
 LICENCE_FILES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
 
 
-# What transformers reads a backend's format with; None is llm-compressor
-READERS = {
-    None: "compressed-tensors", "autoawq": "gptqmodel", "autogptq": "gptqmodel optimum",
-    "gptqmodel": "gptqmodel optimum",
-}  # fmt: skip
-
-
 def model_card(subject: Subject) -> str:
     """README.md: metadata and text. Parsed once more, so that what is returned is a card that the Hub can read."""
-    sections = [_head(subject), *_measurements(subject), _use(subject), _made(subject), _terms(subject)]
+    sections = [_head(subject), *_measurements(subject), use(subject), _made(subject), _terms(subject)]
     text = f"---\n{metadata(subject).to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
     ModelCard(text)
     return text
@@ -53,7 +47,7 @@ def _linked(base_model: str | None, name: str) -> str:
 
 
 def _note(manifest: Manifest) -> str:
-    return f" Note: {plain(manifest.source_note)}." if manifest.source_note else ""
+    return "".join(f" Note: {plain(note)}." for note in (manifest.source_note, manifest.note) if note)
 
 
 def shown_source(text: str) -> str:
@@ -150,38 +144,6 @@ def _machine(measured: Measured) -> Iterator[str]:
         yield f"Engine: {server.engine} {server.version or '(version unknown)'}; kernels: {kernels}{dtype}."
 
 
-# --- how to use it ----------
-def _use(subject: Subject) -> str:
-    serve = f"vllm serve {subject.repo}{_length(subject)}"
-    vllm = fenced("sh", f"pip install vllm\n{serve}")
-    hf = fenced("sh", f"pip install torch transformers {READERS[subject.manifest.settings.get('backend')]}")
-    return f"## Use\n\nWith vLLM:\n\n{vllm}\n\nWith transformers:\n\n{hf}\n\n{fenced('python', _python(subject))}"
-
-
-def _length(subject: Subject) -> str:
-    serving = subject.measured.report.recipe.get("serving", {}) if subject.measured else {}
-    return f" --max-model-len {serving['max_model_len']}" if serving.get("max_model_len") else ""
-
-
-def _python(subject: Subject) -> str:
-    prompt = (
-        'messages = [{"role": "user", "content": "What is the capital of France?"}]\n'
-        "inputs = tokenizer.apply_chat_template(\n"
-        '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True\n'
-        ")"
-        if subject.chat
-        else 'inputs = tokenizer("The capital of France is", return_tensors="pt")'
-    )
-    return (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("{subject.repo}")\n'
-        f'model = AutoModelForCausalLM.from_pretrained("{subject.repo}", dtype="auto")\n'
-        f"{prompt}\n"
-        "output = model.generate(**inputs, max_new_tokens=32)\n"
-        "print(tokenizer.decode(output[0], skip_special_tokens=True))"
-    )
-
-
 # --- how it was made ----------
 def _made(subject: Subject) -> str:
     recipe = yaml.safe_dump(_recipe(subject), sort_keys=False, allow_unicode=True).rstrip()
@@ -245,14 +207,6 @@ def _terms(subject: Subject) -> str:
     if subject.base_model is None:
         text += " The source does not name the repository on the Hub that it comes from, so no base model is linked."
     return f"## Licence\n\n{text}"
-
-
-def fenced(language: str, text: str) -> str:
-    """A code block with a fence that the text cannot close."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _list(items: Iterator[str]) -> str:

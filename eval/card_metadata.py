@@ -21,25 +21,29 @@ class Subject:
     regime: Regime
     licence: Licence | None
     base_model: str | None  # Hub id
+    quant_method: str  # as config.json names it: compressed-tensors; or gguf
     chat: bool  # the checkpoint has a chat template
     overruled: tuple[str, ...] = ()  # objections that --force went past
 
 
 def metadata(subject: Subject) -> ModelCardData:
-    manifest, licence = subject.manifest, subject.licence
+    manifest, licence, gguf = subject.manifest, subject.licence, subject.quant_method == "gguf"
     return ModelCardData(
         base_model=subject.base_model, base_model_relation="quantized" if subject.base_model else None,
         license=licence.id if licence else None, license_name=licence.name if licence else None,
-        license_link=licence.link if licence else None, library_name="transformers", pipeline_tag="text-generation",
-        tags=list(_tags(manifest)), datasets=_datasets(manifest), model_name=subject.repo.rpartition("/")[2],
+        license_link=licence.link if licence else None, library_name="gguf" if gguf else "transformers",
+        pipeline_tag="text-generation",
+        tags=list(_tags(subject)), datasets=_datasets(manifest), model_name=subject.repo.rpartition("/")[2],
         eval_results=list(_results(subject)) or None,
     )  # fmt: skip
 
 
-def _tags(manifest: Manifest) -> Iterator[str]:
-    backend = manifest.settings.get("backend")
-    yield from ("qserve", "quantized", *([backend] if backend else ["compressed-tensors", "llm-compressor"]), "vllm")
-    yield from manifest.label.partition(" (")[0].lower().split()  # gptq w8a8 int8
+def _tags(subject: Subject) -> Iterator[str]:
+    yield from ("qserve", "quantized", subject.quant_method)
+    yield from () if subject.quant_method == "gguf" else ("vllm",)
+    backend = subject.manifest.settings.get("backend")
+    yield from (str(backend),) if backend else ("llm-compressor",) if subject.quant_method != "gguf" else ()
+    yield from subject.manifest.label.partition(" (")[0].lower().split()  # gptq w8a8 int8
 
 
 def _datasets(manifest: Manifest) -> list[str] | None:

@@ -120,7 +120,7 @@ def write_folder(uploads: tuple[Upload, ...], folder: Path, manifest: Manifest) 
             target.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(upload.content, bytes):
                 target.write_bytes(upload.content)
-            elif upload.name.endswith(".safetensors"):
+            elif upload.name.endswith((".safetensors", ".gguf")):
                 link(upload.content, target)
             else:
                 shutil.copyfile(upload.content, target)

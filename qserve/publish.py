@@ -3,7 +3,6 @@
 checkpoint + report -> objections -> access -> hashes -> card -> upload -> looked at once more
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,35 +13,21 @@ import typer
 
 from qserve.app import WorkspaceOption, app, say
 from qserve.errors import PreflightError, UsageError
+from qserve.publish_request import Wishes, check_ids, model_name, names, repo_of
 
 if TYPE_CHECKING:
     from qserve.artifacts import Licence
-    from qserve.eval.publishable import Measured, Regime
+    from qserve.eval.publishable import Measured
     from qserve.prep.checkpoint import Prepared
     from qserve.prep.publish import Target
     from qserve.prep.publish_plan import Upload
     from qserve.recipe import Recipe
     from qserve.workspace import Workspace
 
-NAME = r"[A-Za-z0-9][\w.-]{0,95}"
-
 
 class PurposeName(StrEnum):
     speed = "speed"
     memory = "memory"
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What the user asked for."""
-
-    public: bool
-    force: bool
-    licence: str | None
-    base_model: str | None
-    regime: "Regime"
-    run: Path | None
-    dry_run: Path | None
 
 
 @dataclass(frozen=True)
@@ -85,56 +70,14 @@ def publish(
 
     parsed, space = load_recipe(find_recipe(recipe)), open_workspace(workspace)
     wishes = Wishes(public, force, licence, base_model, Regime(purpose.value, concurrency), run, dry_run)
-    names = _names(parsed, variant, all_)
-    repos = {name: _repo(parsed, to, name, all_) for name in names}
-    _check_ids(wishes, repos)
+    chosen = names(parsed, variant, all_)
+    repos = {name: repo_of(parsed, to, name, all_) for name in chosen}
+    check_ids(wishes, repos)
     if not wishes.dry_run:
         _check_access(tuple(repos.values()), public)
     found = tuple(_candidates(parsed, space, wishes, repos))
     for name, address in _publish_all(parsed, found, wishes) if all_ else _publish_one(found[0], wishes):
         typer.echo(f"{name}\t{address}")
-
-
-# --- what was asked for ----------
-def _names(recipe: "Recipe", variant: str | None, all_: bool) -> tuple[str, ...]:
-    from qserve.variants import BASELINE
-
-    if (variant is None) != all_:
-        raise UsageError("name one variant, or give --all for every variant of the recipe")
-    if variant == BASELINE:
-        raise UsageError("bf16 is the source itself; name a quantized variant")
-    if variant is not None:
-        recipe.variant(variant)
-    return tuple(recipe.variants) if variant is None else (variant,)
-
-
-def _repo(recipe: "Recipe", to: str, name: str, all_: bool) -> str:
-    """owner/name; with --all the name is the model's and the variant's."""
-    if all_:
-        if not re.fullmatch(NAME, to):
-            raise UsageError("with --all give the owner alone: --to OWNER")
-        return f"{to}/{_model_name(recipe)}-{name}"
-    if not re.fullmatch(f"{NAME}/{NAME}", to):
-        raise UsageError(f"--to is {to!r}; give OWNER/NAME, in letters, digits, '-', '_' and '.'")
-    return to
-
-
-def _model_name(recipe: "Recipe") -> str:
-    """`SmolLM2-135M-Instruct` of `.../SmolLM2-135M-Instruct.Q4_1.gguf` and of `HuggingFaceTB/SmolLM2-135M-Instruct`."""
-    from qserve.recipe import source_text
-
-    last = source_text(recipe.model).rstrip("/").rpartition("/")[2]
-    stem = re.sub(r"[.-](B?F16|F32|I?Q\d\w*)$", "", last.removesuffix(".gguf"), flags=re.IGNORECASE)
-    return re.sub(r"[^\w.-]", "-", stem).strip("-.") or "model"
-
-
-def _check_ids(wishes: Wishes, repos: dict[str, str]) -> None:
-    if wishes.licence and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", wishes.licence):
-        raise UsageError(f"--licence is {wishes.licence!r}; give an id such as apache-2.0, mit or llama3.1")
-    if wishes.base_model and not re.fullmatch(f"{NAME}/{NAME}", wishes.base_model):
-        raise UsageError(f"--base-model is {wishes.base_model!r}; give the Hub id of the source, OWNER/NAME")
-    if wishes.base_model in repos.values():
-        raise UsageError("--base-model and --to are the same; the source is never overwritten")
 
 
 def _check_access(repos: tuple[str, ...], public: bool) -> None:
@@ -221,7 +164,7 @@ def _publish_all(recipe: "Recipe", found: tuple[Candidate, ...], wishes: Wishes)
     if fit and not wishes.dry_run:
         from qserve.prep.publish import collect
 
-        title = f"{_model_name(recipe)}, quantized"
+        title = f"{model_name(recipe)}, quantized"
         yield "collection", collect(tuple(_target(one, wishes) for one in fit), title[:60])
     if refused := [one for one in found if one not in fit]:
         done = f"{len(fit)} of {len(found)} variants are published"
@@ -266,9 +209,18 @@ def _files(candidate: Candidate, wishes: Wishes) -> "tuple[Upload, ...]":
     files = hashed_files(prepared)
     subject = Subject(
         candidate.repo, prepared.manifest, candidate.measured, wishes.regime, candidate.licence, candidate.base_model,
-        _has_template(prepared.folder), candidate.objections,
+        _quant_method(prepared), _has_template(prepared.folder), candidate.objections,
     )  # fmt: skip
     return (*files, card_file(model_card(subject)))
+
+
+def _quant_method(prepared: "Prepared") -> str:
+    from qserve.prep.source import read_config
+
+    if any(file.name.endswith(".gguf") for file in prepared.manifest.files):
+        return "gguf"
+    quantization = read_config(prepared.folder).get("quantization_config")
+    return str(quantization.get("quant_method", "unknown")) if isinstance(quantization, dict) else "unknown"
 
 
 def _has_template(folder: Path) -> bool:

@@ -5,6 +5,7 @@ It builds the managed environments if this machine has none yet, so it takes min
 
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -14,15 +15,23 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import use_card
+from hub_stand_in import hub_stand_in
 
 from qserve.artifacts import Manifest, Report
+from qserve.machine import look
+from qserve.runtime_spec import spec_of
+from qserve.serve.server import free_port
 
 ROOT = Path(__file__).parents[1]
 
 
-def qserve(*words: str, cwd: Path, expect: int = 0) -> subprocess.CompletedProcess[str]:
+def qserve(
+    *words: str, cwd: Path, expect: int = 0, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     code = "import sys; from qserve.cli import app; sys.argv[0] = 'qserve'; app()"
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=cwd, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr[-4000:]}"
     return done
 
@@ -151,6 +160,23 @@ def test_serve_prints_a_curl_line_that_works_and_stops_on_ctrl_c(prepared: dict[
     assert process.returncode == 0, said
     assert said.rstrip().endswith("stopped")
     assert re.search(r"ready after \d+ s; kernels: \w+.*; KV cache: \d+ tokens", said)
+
+
+def test_what_is_published_comes_back_and_runs_as_its_card_says(
+    prepared: dict[str, Path], report: Report, project: Path, tmp_path: Path
+) -> None:
+    """To a Hub on loopback, and from there by name: into transformers by the card's lines, into vLLM by its command."""
+    assert report.quick  # so it was not measured, and takes --force
+    with hub_stand_in() as hub:
+        env = {**os.environ, **hub.env(tmp_path), "VLLM_CPU_KVCACHE_SPACE": "1"}
+        qserve("publish", "int8", "--to", "me/smollm2-int8", "--force", cwd=project, env=env)
+        there = hub.repos["me/smollm2-int8"].files
+        assert there["model.safetensors"].data == (prepared["int8"] / "model.safetensors").read_bytes()
+        card = there["README.md"].data.decode()
+        prep, vllm = (spec_of(name, look().flavour).folder / "bin" / "python" for name in ("llmcompressor", "vllm"))
+        assert "France?" in use_card.run_python(card, prep, env)
+        port = free_port("127.0.0.1", 0)
+        assert use_card.complete(card, vllm, port, env, tmp_path / "vllm.log").strip()
 
 
 def test_no_server_is_left(report: Report, project: Path) -> None:

@@ -115,12 +115,10 @@ def test_only_what_changed_is_sent_and_what_is_left_over_goes(project: Project, 
     [
         ("whoami", {"status": 401}, 8, "the Hub does not know your token, it may have been revoked"),
         ("whoami", {"status": 503}, 8, "the Hub answered 503 for me/tiny-fp8: it is in trouble; run the same command"),
-        ("whoami", {}, 8, "the connection to the Hub broke off"),
         ("whoami", {"status": 429, "headers": {"Retry-After": "3600"}}, 8, "asks to wait 3,600 s"),
         ("repos/create", {"status": 403}, 8, "your token may not write to me/tiny-fp8"),
         ("preupload", {"status": 404, "headers": {"X-Error-Code": "RepoNotFound"}}, 8, "shows no me/tiny-fp8"),
         ("/commit/", {"status": 413}, 8, "has no room for it"),
-        ("/commit/", {"status": 409}, 8, "was changed by somebody else meanwhile"),
     ],
 )
 def test_each_refusal_is_one_sentence(
@@ -137,7 +135,7 @@ def test_each_refusal_is_one_sentence(
         ("whoami", {"status": 429, "headers": {"Retry-After": "1"}}),
         ("PUT", {"status": 500, "headers": {"Retry-After": "0"}}),
         ("PUT", {"after_bytes": 1_000_000}),
-        ("/commit/", {"status": 503}),
+        ("/commit/", {"status": 409}),
         ("/commit/", {}),
     ],
 )
@@ -155,7 +153,7 @@ def test_a_commit_whose_answer_is_lost_is_not_made_again(project: Project, hub: 
 
 
 def test_silence_is_bounded(project: Project, hub: Hub) -> None:
-    hub.fail("whoami", wait_s=4)
+    hub.fail("whoami", wait_s=1)
     assert "did not answer in time" in project.run(hub, *TO, expect=8, QSERVE_HUB_TIMEOUT_S="0.3")
 
 

@@ -1,11 +1,14 @@
 """Do what a model card says, word for word: its Python lines, its vLLM command."""
 
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -21,18 +24,21 @@ def run_python(card: str, python: Path, env: dict[str, str]) -> str:
     return done.stdout
 
 
-def complete(card: str, folder: Path, port: int, env: dict[str, str], log: Path) -> str:
-    """One completion of the server that the card's command starts. `folder`: where `vllm` lies."""
-    (line,) = [text for block in blocks(card, "sh") for text in block.splitlines() if text.startswith("vllm serve")]
-    words = shlex.split(line)
+def complete(card: str, python: Path, port: int, env: dict[str, str], log: Path) -> str:
+    """One completion of the server that the card's command for CPUs starts. `python`: of an environment with vLLM."""
+    lines = [line for block in blocks(card, "sh") for line in block.splitlines()]
+    (words,) = [shlex.split(line) for line in lines if line.startswith("python -m vllm")]
     with log.open("w") as file:
-        command = [str(folder / words[0]), *words[1:], "--port", str(port)]
-        process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
+        command = [str(python), *words[1:], "--port", str(port)]
+        process = subprocess.Popen(command, env=env, stdout=file, stderr=file, start_new_session=True)
         try:
-            return _ask(words[2], port, process, log)
+            return _ask(words[words.index("--model") + 1], port, process, log)
         finally:
             process.terminate()
-            process.wait(60)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _ask(model: str, port: int, process: subprocess.Popen[bytes], log: Path) -> str:

@@ -36,7 +36,8 @@ def manifest(**changes: object) -> Manifest:
 
 
 def subject(measured: Measured | None, **changes: object) -> Subject:
-    fields = {"licence": Licence(id="apache-2.0"), "base_model": "me/tiny", "regime": Regime(), "chat": True}
+    fields = {"licence": Licence(id="apache-2.0"), "base_model": "me/tiny", "regime": Regime(), "chat": True,
+              "quant_method": "compressed-tensors"}  # fmt: skip
     known = {"repo": "me/tiny-int8", "manifest": manifest(), "measured": measured}
     return Subject(**{**known, **fields, **changes})  # type: ignore[arg-type]
 
@@ -110,6 +111,14 @@ def test_a_local_path_is_not_shown_and_no_base_model_is_made_up(tmp_path: Path) 
     assert "tiny.gguf" in text
     assert "base_model" not in text
     assert "The terms of the source are not known" in text
+
+
+def test_a_gguf_file_is_served_by_llama_cpp() -> None:
+    files = (FileEntry(name="model.gguf", size_bytes=1, sha256="00" * 32),)
+    text = model_card(subject(None, manifest=manifest(files=files), quant_method="gguf"))
+    assert "llama-server --hf-repo me/tiny-int8 --hf-file model.gguf" in text
+    assert ModelCard(text).data.library_name == "gguf"
+    assert "vllm" not in text.lower()
 
 
 def test_without_a_chat_template_the_lines_complete_a_text() -> None:

@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from hub_stand_in import hub_stand_in
 from tiny import llama_arrays, llama_config, write_llama, write_safetensors
 
 from qserve.errors import UsageError
@@ -86,62 +85,15 @@ def test_what_is_no_model_is_said_at_once(tmp_path: Path) -> None:
 
 
 # --- a Hub on loopback ----------
-class FakeHub(BaseHTTPRequestHandler):
-    """`status` and `code`: how it refuses; else it serves the files of `folder`."""
-
-    status = 200
-    code = ""
-    folder = Path()
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
-        if self.status != 200:
-            return self.send(self.status, b'{"error": "refused"}', {"X-Error-Code": self.code} if self.code else {})
-        path = self.path.partition("?")[0]
-        if path.startswith("/api/models/me/tiny"):
-            files = [{"rfilename": p.name, "size": p.stat().st_size} for p in sorted(self.folder.iterdir())]
-            body = {
-                "id": "me/tiny",
-                "modelId": "me/tiny",
-                "sha": COMMIT,
-                "siblings": files,
-                "tags": [],
-                "private": False,
-            }
-            if "/tree/" in path:
-                tree = [{"type": "file", "path": f["rfilename"], "size": f["size"], "oid": "0" * 40} for f in files]
-                return self.send(200, json.dumps(tree).encode(), {})
-            return self.send(200, json.dumps(body).encode(), {})
-        data = (self.folder / path.rpartition("/")[2]).read_bytes()
-        return self.send(200, data, {"ETag": f'"{len(data)}"', "X-Repo-Commit": COMMIT})
-
-    def send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @contextmanager
 def hub(folder: Path, status: int = 200, code: str = "") -> Iterator[str]:
-    handler = type("Hub", (FakeHub,), {"folder": folder, "status": status, "code": code})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    """With one public model; `status` and `code`: how it refuses whatever is asked."""
+    with hub_stand_in(token="hf_secret") as made:
+        files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        made.add("me/tiny", files, private=False, fixed_head=COMMIT)
+        if status != 200:
+            made.fail("", status=status, headers={"X-Error-Code": code} if code else {})
+        yield made.url
 
 
 def ask(tmp_path: Path, endpoint: str, revision: str = "", **env: str) -> str:

@@ -1,0 +1,68 @@
+"""What the words of `qserve publish` ask for: which variants, where to, on whose terms. Checked before any work."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from qserve.eval.publishable import Regime
+    from qserve.recipe import Recipe
+
+NAME = r"[A-Za-z0-9][\w.-]{0,95}"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asked for."""
+
+    public: bool
+    force: bool
+    licence: str | None
+    base_model: str | None
+    regime: "Regime"
+    run: Path | None
+    dry_run: Path | None
+
+
+def names(recipe: "Recipe", variant: str | None, all_: bool) -> tuple[str, ...]:
+    from qserve.variants import BASELINE
+
+    if (variant is None) != all_:
+        raise UsageError("name one variant, or give --all for every variant of the recipe")
+    if variant == BASELINE:
+        raise UsageError("bf16 is the source itself; name a quantized variant")
+    if variant is not None:
+        recipe.variant(variant)
+    return tuple(recipe.variants) if variant is None else (variant,)
+
+
+def repo_of(recipe: "Recipe", to: str, name: str, all_: bool) -> str:
+    """owner/name; with --all the name is the model's and the variant's."""
+    if all_:
+        if not re.fullmatch(NAME, to):
+            raise UsageError("with --all give the owner alone: --to OWNER")
+        return f"{to}/{model_name(recipe)}-{name}"
+    if not re.fullmatch(f"{NAME}/{NAME}", to):
+        raise UsageError(f"--to is {to!r}; give OWNER/NAME, in letters, digits, '-', '_' and '.'")
+    return to
+
+
+def model_name(recipe: "Recipe") -> str:
+    """`SmolLM2-135M-Instruct` of `.../SmolLM2-135M-Instruct.Q4_1.gguf` and of `HuggingFaceTB/SmolLM2-135M-Instruct`."""
+    from qserve.recipe import source_text
+
+    last = source_text(recipe.model).rstrip("/").rpartition("/")[2]
+    stem = re.sub(r"[.-](B?F16|F32|I?Q\d\w*)$", "", last.removesuffix(".gguf"), flags=re.IGNORECASE)
+    return re.sub(r"[^\w.-]", "-", stem).strip("-.") or "model"
+
+
+def check_ids(wishes: Wishes, repos: dict[str, str]) -> None:
+    if wishes.licence and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", wishes.licence):
+        raise UsageError(f"--licence is {wishes.licence!r}; give an id such as apache-2.0, mit or llama3.1")
+    if wishes.base_model and not re.fullmatch(f"{NAME}/{NAME}", wishes.base_model):
+        raise UsageError(f"--base-model is {wishes.base_model!r}; give the Hub id of the source, OWNER/NAME")
+    if wishes.base_model in repos.values():
+        raise UsageError("--base-model and --to are the same; the source is never overwritten")
