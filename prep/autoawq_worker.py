@@ -5,8 +5,8 @@ lists), samples, dtype (in which calibration computes), threads, group_size, gri
 
 Stock AutoAWQ 0.2.9 writes a broken model on a CPU and says nothing: its scale search keeps the weights that it will put
 back with `v.cpu()`, a copy on a GPU but the live tensor on a CPU, and multiplies them in place. Here they are copied.
-Its search for clipping sums a broadcast product; here it is a matrix product a group, with the same choices, 11 to 22
-times faster.
+Its search for clipping multiplies every token anew for each choice, as a broadcast sum; here the tokens are summed up
+once.
 """
 
 import json
@@ -77,20 +77,21 @@ class CopyingQuantizer(AwqQuantizer):  # type: ignore[misc]
         return best.cpu()
 
     def _compute_best_clip(self, w: Any, input_feat: Any, *_: Any, **__: Any) -> Any:
-        """The largest value a group may keep, [out, groups, 1]: the one whose output over the tokens is nearest."""
+        """The largest value a group may keep, [out, groups, 1]: the one whose output over the tokens is nearest.
+
+        |X (W' - W)|^2 over the tokens X of a group is (W' - W) X^T X (W' - W)^T, so the tokens are summed up once.
+        """
         out, groups = w.shape[0], w.shape[1] // self.group_size
         x = input_feat.view(-1, input_feat.shape[-1]).to(w.device)
-        x = (
-            x[:: max(1, len(x) // CLIP_TOKENS)].reshape(-1, groups, self.group_size).transpose(0, 1)
-        )  # [groups, n, size]
+        x = x[:: max(1, len(x) // CLIP_TOKENS)].reshape(-1, groups, self.group_size).transpose(0, 1).float()
+        gram = torch.bmm(x.transpose(1, 2), x)  # [groups, size, size]
         w = w.reshape(out, groups, self.group_size)
-        target = torch.bmm(x, w.permute(1, 2, 0))  # [groups, n, out]
         largest = w.abs().amax(dim=-1, keepdim=True)
-        best, least = largest.clone(), torch.full_like(largest, float("inf"))
+        best, least = largest.clone(), torch.full_like(largest, float("inf"), dtype=torch.float32)
         for step in range(SHRINK_STEPS):
             limit = largest * (1 - step / SHRINK_OF)
-            rounded = self.pseudo_quantize_tensor(w.clamp(-limit, limit))[0]
-            error = (torch.bmm(x, rounded.permute(1, 2, 0)) - target).pow(2).mean(dim=1).T[..., None]
+            change = (self.pseudo_quantize_tensor(w.clamp(-limit, limit))[0] - w).float().transpose(0, 1)
+            error = (torch.bmm(change, gram) * change).sum(-1).T[..., None]  # [out, groups, 1]
             better = error < least
             least[better], best[better] = error[better], limit[better]
         return best

@@ -130,6 +130,16 @@ def test_a_packed_checkpoint_is_as_near_as_rounding_and_a_broken_one_is_not(tmp_
     assert gaps[1]["error"] > 1.3 * gaps[1]["rounded"] == 1.3 * gaps[0]["rounded"]
 
 
+def test_autoawqs_searches_are_mended_and_choose_as_they_did(tmp_path: Path) -> None:
+    """Stock, its scale search leaves a layer changed on a CPU, which is how it writes a broken model."""
+    look_at = Path(__file__).with_name("autoawq_mends_worker.py")
+    job = {"worker": str(Path(quantize.__file__).with_name("autoawq_worker.py"))}
+    python = ensure_runtime("autoawq", look().flavour, print).python
+    found = run_job(Job("mends", python, look_at, job, tmp_path / "log"))
+    assert found["clip_differs"] == 0
+    assert found["weights_left"] == [look().flavour == "cuda", True]
+
+
 def test_a_dead_calibration_is_refused_in_a_sentence(tmp_path: Path) -> None:
     """One letter over and over: no Hessian can be factored with hardly any damping."""
     write_llama(tmp_path / "model")
