@@ -1,5 +1,6 @@
 """The model card of a published variant: what it is, how it was made, what was measured, where it pays and not."""
 
+import re
 from collections.abc import Iterator, Mapping
 
 import yaml
@@ -38,8 +39,13 @@ def _head(subject: Subject) -> str:
         lines.append("**It was not measured**: how fast it is, and how much quality it keeps, is not known.")
     if subject.overruled:
         lines.append("**Published in spite of this:**")
-        lines.append("\n".join(f"- It {plain(reason)}." for reason in subject.overruled))
+        lines.append("\n".join(f"- It {plain(_without_folders(reason))}." for reason in subject.overruled))
     return "\n\n".join(lines)
+
+
+def _without_folders(text: str) -> str:
+    """An error may name a log by its path: of a path that is nobody's business the last part stays."""
+    return re.sub(r"(?<![\w:/])/(?:[^\s/]+/)+", "", text)
 
 
 def _linked(base_model: str | None, name: str) -> str:

@@ -5,6 +5,7 @@ Busy            may pass: too many requests, a server in trouble, a connection t
 """
 
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -56,9 +57,15 @@ def _sentence(repo: str, error: Exception) -> PublishError | None:
     for link in chain:
         if type(link).__module__.partition(".")[0] in TRANSPORT or isinstance(link, OSError):
             return _of_transport(repo, link)
-    if isinstance(error, ValueError | RuntimeError):  # the client's words for answers that it cannot use
+    if isinstance(error, ValueError | RuntimeError) and _of_client(error):  # an answer that it cannot use
         return PublishError(f"the Hub does not take it for {repo}: {_short(str(error))}")
     return None
+
+
+def _of_client(error: Exception) -> bool:
+    """Whether it was raised inside the Hub client, and not in qserve."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(str(frame.f_globals.get("__name__")).startswith("huggingface_hub") for frame in frames)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -104,7 +104,7 @@ def _candidates(recipe: "Recipe", space: "Workspace", wishes: Wishes, repos: dic
         if gated and wishes.public:
             said.append(f"comes from {base_model}, which is gated: a public copy goes past that gate")
         if others := strangers(prepared):
-            said.append(f"has files that are not its own in {prepared.folder}: {', '.join(others)}; they are not sent")
+            said.append(f"has files in its folder that are not its own: {', '.join(others)}; they are not sent")
         yield Candidate(repo, prepared, measured, licence, base_model, tuple(said))
 
 

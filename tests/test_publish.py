@@ -119,6 +119,7 @@ def test_only_what_changed_is_sent_and_what_is_left_over_goes(project: Project, 
         ("repos/create", {"status": 403}, 8, "your token may not write to me/tiny-fp8"),
         ("preupload", {"status": 404, "headers": {"X-Error-Code": "RepoNotFound"}}, 8, "shows no me/tiny-fp8"),
         ("/commit/", {"status": 413}, 8, "has no room for it"),
+        ("batch", {"status": 200, "headers": {"Content-Type": "text/html"}}, 8, "the Hub does not take it for"),
     ],
 )
 def test_each_refusal_is_one_sentence(
@@ -265,7 +266,7 @@ def test_unknown_terms_are_refused_until_somebody_names_them(tmp_path: Path, hub
 
 def test_files_of_others_are_refused_and_never_sent(project: Project, hub: Hub) -> None:
     (project.folder / "notes.txt").write_text("private")
-    refused(project, hub, f"has files that are not its own in {project.folder}: notes.txt")
+    refused(project, hub, "has files in its folder that are not its own: notes.txt")
     assert "notes.txt" not in hub.repos["me/tiny-fp8"].files
 
 
