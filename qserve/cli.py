@@ -72,7 +72,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="A smoke run: every step once, no figure to keep.")] = False,
     engine: Annotated[
         list[str] | None,
-        typer.Option("--engine", help="vllm or llama-server; may be given again. The first one serves bf16."),
+        typer.Option("--engine", help="vllm, llama-server, transformers, ... (the first serves bf16)."),
     ] = None,
     pairs: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's; the time grows with them.")] = None,
     concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Instead of the recipe's; repeatable.")] = None,
@@ -121,7 +121,8 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 8000,
     engine: Annotated[
-        str | None, typer.Option("--engine", help="vllm or llama-server; default: one that reads the variant.")
+        str | None,
+        typer.Option("--engine", help="vllm, llama-server, transformers, ... [default: one that reads it]"),
     ] = None,
     workspace: WorkspaceOption = None,
     python: PythonOption = None,

@@ -28,10 +28,18 @@ from qserve.race_legs import Inputs as Inputs
 from qserve.recipe import EngineName, Recipe
 from qserve.serve.engine import Engine, Room, Setting
 from qserve.serve.kv_cache import read_config
-from qserve.variants import BASELINE
+from qserve.variants import BASELINE, Gguf
 from qserve.workspace import digest_of
 
 Say = Callable[[str], None]
+OWN_GGUF = "gguf-bf16"
+
+
+def with_gguf(recipe: Recipe, asked: Sequence[str]) -> Recipe:
+    """The recipe, with a GGUF file of the baseline where llama-server is asked for and no variant is one."""
+    if "llama-server" not in asked or any(isinstance(v, Gguf) for v in recipe.variants.values()):
+        return recipe
+    return recipe.model_copy(update={"variants": {**recipe.variants, OWN_GGUF: Gguf(method="gguf", type="bf16")}})
 
 
 def choose_entries(asked: Sequence[str], recipe: Recipe) -> tuple[tuple[EngineName, str], ...]:

@@ -8,6 +8,8 @@ import typer
 
 from qserve.app import RecipeArgument, WorkspaceOption, app, say
 
+ENGINES = "transformers, pipeline, llama-server, vllm, tgi, sglang"
+
 
 class RaceFormat(StrEnum):
     text = "text"
@@ -19,9 +21,7 @@ def race(
     recipe: RecipeArgument = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(
-            "--engine", help="ENGINE or ENGINE:VARIANT; again for each [default: all that run on any machine]"
-        ),
+        typer.Option("--engine", help=f"ENGINE or ENGINE:VARIANT; may be given again. There are {ENGINES}."),
     ] = None,
     attach: Annotated[
         list[str] | None, typer.Option("--attach", help="URL of a server that is running already; may be given again.")
@@ -39,14 +39,16 @@ def race(
     """Race engines: the same requests against each.
 
     Throughput, TTFT, start-up and memory of each one alone on the machine, and its ratio to the naive loop.
+
+    With no --engine: transformers, pipeline and vllm, and llama-server where the recipe has a GGUF variant.
     """
     from qserve.engines import refuse
     from qserve.errors import UsageError
     from qserve.eval.race import Race
     from qserve.eval.race_report import race_text
     from qserve.machine import look
-    from qserve.prep.stage import ensure_data, find_prepared
-    from qserve.race import Heat, Inputs, choose_entries, install_entries, run_race
+    from qserve.prep.stage import ensure_data, find_prepared, prepare
+    from qserve.race import OWN_GGUF, Heat, Inputs, choose_entries, install_entries, run_race, with_gguf
     from qserve.recipe import find_recipe, load_recipe
     from qserve.serve.attach import attach as attach_to
     from qserve.workspace import open_workspace
@@ -54,13 +56,17 @@ def race(
     if requests < concurrency:
         raise UsageError(f"{requests} requests cannot keep {concurrency} in flight; ask for at least {concurrency}")
     path, space, machine = find_recipe(recipe), open_workspace(workspace), look()
-    parsed = load_recipe(path)
+    parsed = with_gguf(load_recipe(path), engine or ())
     chosen = choose_entries(engine or (), parsed)
     for name, _ in chosen:
         refuse(name, parsed.serving, machine)
     key = os.environ.get(api_key_env)
     attached = tuple(attach_to(url, key, api_key_env) for url in attach or ())
-    prepared = [(name, find_prepared(parsed, space, (variant,))[-1]) for name, variant in chosen]
+    there = find_prepared(parsed, space, tuple(variant for _, variant in chosen if variant != OWN_GGUF))
+    if OWN_GGUF in (variant for _, variant in chosen):
+        there += prepare(parsed, space, (OWN_GGUF,), say)
+    of = {checkpoint.variant: checkpoint for checkpoint in there}
+    prepared = [(name, of[variant]) for name, variant in chosen]
     inputs = Inputs(
         recipe=parsed, recipe_file=path, workspace=space, data=ensure_data(parsed, space, say), machine=machine,
         entries=install_entries(prepared, parsed, say), attached=attached,
