@@ -27,7 +27,8 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import hf_raise_for_status, logging
+from huggingface_hub.utils import logging
+from huggingface_hub.utils._http import hf_raise_for_status
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from qserve.artifacts import MANIFEST_NAME, Licence, Manifest

@@ -109,12 +109,15 @@ def test_a_local_path_is_not_shown_and_no_base_model_is_made_up(tmp_path: Path) 
     text = model_card(subject(None, manifest=secret, base_model=None, licence=None))
     assert str(tmp_path) not in text
     assert "tiny.gguf" in text
+    assert "base_model" not in text
+    assert "The terms of the source are not known" in text
+
+
+def test_a_path_in_an_error_is_not_shown(tmp_path: Path) -> None:
     failed = (f"failed in run 1: it died; log: {tmp_path}/runs/server.log",)
     text = model_card(subject(None, overruled=failed))
     assert "it died; log: server.log" in text
     assert str(tmp_path) not in text
-    assert "base_model" not in text
-    assert "The terms of the source are not known" in text
 
 
 def test_a_gguf_file_is_served_by_llama_cpp() -> None:
