@@ -63,7 +63,9 @@ class TransformersLoop:
             "--name", subject.name, "--host", host, "--port", str(port), "--dtype", self.dtype,
             "--device", self.device, "--context", str(self.context), "--threads", str(self.threads),
         )  # fmt: skip
-        env = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self.threads)}
+        # safe path: libraries that look for a `vllm` must not find serve/vllm.py beside the worker
+        env = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+        env["OMP_NUM_THREADS"] = str(self.threads)
         return Launch(
             self.name, argv, env, host, port, subject.name, self.start_timeout_s, scoring="prompt_logprobs"
         )  # fmt: skip
