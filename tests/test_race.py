@@ -15,6 +15,8 @@ from tiny import write_corpus, write_llama
 
 from qserve.eval.null_server import null_server
 from qserve.eval.race import Race
+from qserve.race import choose_entries, with_gguf
+from qserve.recipe import find_recipe, load_recipe
 
 HEAT = ("--requests", "6", "--concurrency", "6", "--rounds", "4", "--limit-s", "120")
 
@@ -121,6 +123,16 @@ def test_bad_input_is_one_sentence_before_any_work(project: Path, words: tuple[s
     done = qserve("race", *words, cwd=project, expect=code)
     assert says in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_which_checkpoint_an_engine_serves() -> None:
+    recipe = load_recipe(find_recipe("quickstart"))
+    assert choose_entries(("transformers", "vllm:int8"), recipe) == (("transformers", "bf16"), ("vllm", "int8"))
+    assert [name for name, _ in choose_entries((), recipe)] == ["transformers", "pipeline", "vllm"]
+    with_file = with_gguf(recipe, ("llama-server",))
+    assert choose_entries(("llama-server",), with_file) == (("llama-server", "gguf-bf16"),)
+    assert with_gguf(with_file, ("llama-server",)) == with_file  # it has one
+    assert with_gguf(recipe, ("vllm",)) == recipe
 
 
 def test_info_of_a_server_that_says_little(project: Path) -> None:
