@@ -59,7 +59,8 @@ def changed_recipe(recipe: Recipe, bench: Mapping[str, object], windows: int | N
         changed = Bench.model_validate(recipe.bench.model_dump() | changes)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UsageError(f"bench.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        message = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"bench.{'.'.join(map(str, first['loc']))}: {message}") from error
     quality = recipe.quality.model_copy(update={"windows": windows} if windows else {})
     return recipe.model_copy(update={"bench": changed, "quality": quality})
 
