@@ -1,12 +1,13 @@
 """What every step of the prep stage works with: the recipe, the workspace, the machine, and a way to run a worker."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from qserve.artifacts import Machine
-from qserve.jobs import Job, run_job
+from qserve.jobs import Job, Progress, run_job
 from qserve.recipe import Recipe
 from qserve.runtime_spec import spec_of
 from qserve.runtimes import Runtime, ensure_runtime
@@ -52,8 +53,10 @@ class Context:
         """Run a worker file in the stage's own environment and say how far it is. Raises WorkerError."""
         return self.run_with(self.runtime.python, what, worker, spec)
 
-    def run_with(self, python: Path, what: str, worker: str, spec: dict[str, Any]) -> dict[str, Any]:
-        """The same with another Python.
+    def run_with(
+        self, python: Path, what: str, worker: str, spec: dict[str, Any], heard: Progress = lambda event: None
+    ) -> dict[str, Any]:
+        """The same with another Python. `heard` gets every event of the worker.
 
         A thread that waits spins for moments only, then sleeps (GOMP_SPINCOUNT): with other work on the machine,
         spinning threads take the cores from one another, and a calibration pass becomes ten times slower.
@@ -63,10 +66,13 @@ class Context:
         env["GPTQMODEL_CPU_WORKERS"] = threads  # it would take as many as there are cores, each with its own threads
         if worker != "hub_data_worker.py":
             env["HF_HUB_OFFLINE"] = "1"
+
+        def follow(event: Mapping[str, Any]) -> None:
+            if event["event"] == "step":
+                self.say(f"{what}: {event['text']}")
+            elif event["event"] == "layer":
+                self.say(f"{what}: {event['done']} of {event['total']}")
+            heard(event)
+
         log = self.workspace.root / "logs" / f"{what.replace('/', '-').replace(' ', '-')}.log"
-        job = Job(what, python, HERE / worker, spec, log, env)
-        return run_job(job, lambda event: self.say(f"{what}: {_progress(event)}"))
-
-
-def _progress(event: Any) -> str:
-    return str(event["text"]) if event["event"] == "step" else f"{event['done']} of {event['total']}"
+        return run_job(Job(what, python, HERE / worker, spec, log, env), follow)

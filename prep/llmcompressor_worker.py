@@ -64,6 +64,7 @@ def main(job: dict[str, Any], emit: Emit) -> dict[str, Any]:
     emit("step", text="saving")
     _store_as_bf16(model)
     model.save_pretrained(job["out"], save_compressed=True, max_shard_size="5GB")
+    emit("written")
     del model
     if forward is None:
         emit("step", text="loading the result")

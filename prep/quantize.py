@@ -6,6 +6,7 @@ The weights are the backend's; config.json is the baseline's plus how it is quan
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
@@ -59,7 +60,17 @@ def quantize(context: Context, model: Model, task: Task) -> Quantized:
     backend = backend_of(task.variant)
     job = _job(context, model, task) | {"out": str(task.folder / "work")}
     python = context.runtime_of(backend).python
-    result = context.run_with(python, task.name, f"{backend}_worker.py", job)
+    with ThreadPoolExecutor(1) as beside:  # its config is parsed while the worker loads the result
+        parsed: list[Future[None]] = []
+
+        def heard(event: Mapping[str, Any]) -> None:
+            if event["event"] == "written":
+                config = read_config(task.folder / "work")["quantization_config"]
+                parsed.append(beside.submit(_parse_as_server, context, task.name, config))
+
+        result = context.run_with(python, task.name, f"{backend}_worker.py", job, heard)
+    for reading in parsed:
+        reading.result()
     targets = tuple(result["targets"])
     source = read_config(task.baseline)
     config = with_older_spellings(source) if backend in ON_TRANSFORMERS_4 else source
@@ -67,7 +78,6 @@ def quantize(context: Context, model: Model, task: Task) -> Quantized:
     want = Expectation(task.name, scheme_of(task.variant), targets, config, _rescales(task.variant))
     if backend == "llmcompressor":
         weights = verify(task.folder, task.baseline, want)
-        _parse_as_server(context, task)
     else:
         weights = verify_packed(task.folder, task.baseline, want)
         _compare_outputs(context, task, want)
@@ -171,16 +181,15 @@ def carry(files: Iterable[Path], root: Path, out: Path) -> None:
 
 
 # --- checks that run a worker ----------
-def _parse_as_server(context: Context, task: Task) -> None:
+def _parse_as_server(context: Context, name: str, config: object) -> None:
     """Let the serving environment's compressed-tensors read the config, if that environment is there already."""
     python = context.recipe.serving.python or spec_of("vllm", context.machine.flavour).folder / "bin" / "python"
     if not python.exists():
         return
-    job = {"quantization_config": read_config(task.folder)["quantization_config"]}
     try:
-        context.run_with(python, f"{task.name} config", "check_config_worker.py", job)
+        context.run_with(python, f"{name} config", "check_config_worker.py", {"quantization_config": config})
     except WorkerError as error:
-        raise WorkerError(f"{task.name}: the serving environment does not understand its config: {error}") from error
+        raise WorkerError(f"{name}: the serving environment does not understand its config: {error}") from error
 
 
 def _compare_outputs(context: Context, task: Task, want: Expectation) -> None:
