@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qserve.app import WorkspaceOption, app
-from qserve.errors import NOTHING_QUALIFIES, UNRESOLVED, UsageError
+from qserve.app import WorkspaceOption, app, say
+from qserve.errors import NOTHING_QUALIFIES, UNRESOLVED, PreflightError, UsageError
 
 if TYPE_CHECKING:
     from qserve.artifacts import Report
@@ -72,6 +72,21 @@ def choose(
     code = {"chosen": 0, "unresolved": UNRESOLVED, "nothing qualifies": NOTHING_QUALIFIES}[decision.outcome]
     if code:
         raise typer.Exit(code)
+
+
+def chosen(report: "Report", wishes: "Wishes", what_for: str) -> str:
+    """The row that `qserve choose` chooses of this run and these wishes, for a command that was given no name.
+
+    Raises:
+        PreflightError: it chooses none.
+    """
+    from qserve.eval.decide import decide
+
+    decision = decide(report, wishes)
+    if decision.choice is None:
+        raise PreflightError(f"{decision.sentence} Name the variant to {what_for}; `qserve choose` says more")
+    say(decision.sentence)
+    return decision.choice
 
 
 def section(report: "Report", recipe: str | None) -> "Wishes":

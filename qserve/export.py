@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qserve.app import WorkspaceOption, app, say
-from qserve.errors import PreflightError, UsageError
+from qserve.errors import UsageError
 
 if TYPE_CHECKING:
     from qserve.artifacts import Report, VariantResult
@@ -53,6 +53,7 @@ def export(
 
     For Docker Compose, systemd, Kubernetes or KServe; with scrape config, alerts and a dashboard of the SLO.
     """
+    from qserve.choose import chosen
     from qserve.eval.report import read_report
     from qserve.serve.deployment import Wishes, plan_deployment
     from qserve.workspace import open_workspace
@@ -62,7 +63,7 @@ def export(
         raise UsageError("--image is for containers; a systemd service runs the environment that was measured")
     demands = _wishes(report, slo)
     wishes = Wishes(name, image, _repo(model_repo, target), port, max_replicas, kv_cache_gib, demands.slo)
-    result = _result(report, variant or _chosen(report, demands))
+    result = _result(report, variant or chosen(report, demands, "export"))
     deployment = plan_deployment(report, result, wishes)
     _check_checkpoint(deployment, target)
     for change in deployment.changes:
@@ -107,17 +108,6 @@ def _wishes(report: "Report", slo: list[str] | None) -> "Demands":
     from qserve.choose import merge, named_numbers, section
 
     return merge(section(report, None), {"slo": named_numbers("--slo", slo)})
-
-
-def _chosen(report: "Report", wishes: "Demands") -> str:
-    """What `qserve choose` says of the same run and wishes. Raises PreflightError where it does not choose."""
-    from qserve.eval.decide import decide
-
-    decision = decide(report, wishes)
-    if decision.choice is None:
-        raise PreflightError(f"{decision.sentence} Name the variant to export; `qserve choose` says more")
-    say(decision.sentence)
-    return decision.choice
 
 
 def _repo(text: str | None, target: Target) -> str | None:

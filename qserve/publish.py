@@ -13,7 +13,7 @@ import typer
 
 from qserve.app import WorkspaceOption, app, say
 from qserve.errors import PreflightError, UsageError
-from qserve.publish_request import Wishes, check_ids, model_name, names, repo_of
+from qserve.publish_request import Wishes, check_ids, model_name, names, repo_of, run_folder
 
 if TYPE_CHECKING:
     from qserve.artifacts import Licence
@@ -44,7 +44,7 @@ class Candidate:
 
 @app.command()
 def publish(
-    variant: Annotated[str | None, typer.Argument(help="Name of a variant of the recipe; or --all.")] = None,
+    variant: Annotated[str | None, typer.Argument(help="A variant of the recipe; default: the chosen one.")] = None,
     to: Annotated[str, typer.Option("--to", help="OWNER/NAME on the Hub; with --all OWNER.")] = "",
     all_: Annotated[bool, typer.Option("--all", help="Every variant of the recipe, and a collection of them.")] = False,
     recipe: Annotated[str | None, typer.Option("--recipe", help="Recipe file or name.")] = None,
@@ -70,8 +70,8 @@ def publish(
 
     parsed, space = load_recipe(find_recipe(recipe)), open_workspace(workspace)
     wishes = Wishes(public, force, licence, base_model, Regime(purpose.value, concurrency), run, dry_run)
-    chosen = names(parsed, variant, all_)
-    repos = {name: repo_of(parsed, to, name, all_) for name in chosen}
+    wanted = names(parsed, variant, all_, space, run)
+    repos = {name: repo_of(parsed, to, name, all_, bool(dry_run)) for name in wanted}
     check_ids(wishes, repos)
     if not wishes.dry_run:
         _check_access(tuple(repos.values()), public)
@@ -114,8 +114,7 @@ def _measured(space: "Workspace", prepared: "Prepared", run: Path | None) -> "Me
     from qserve.eval.report import read_report
 
     if run is not None:
-        named = run if run.is_dir() else space.runs / run
-        return find_measured(read_report(named), prepared.manifest)
+        return find_measured(read_report(run_folder(space, run)), prepared.manifest)
     paths = sorted(space.runs.glob("*/measurements.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in paths:
         try:

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qserve.errors import UsageError
+from qserve.errors import PreflightError, UsageError
 
 if TYPE_CHECKING:
     from qserve.eval.publishable import Regime
     from qserve.recipe import Recipe
+    from qserve.workspace import Workspace
 
 NAME = r"[A-Za-z0-9][\w.-]{0,95}"
 
@@ -27,24 +28,43 @@ class Wishes:
     dry_run: Path | None
 
 
-def names(recipe: "Recipe", variant: str | None, all_: bool) -> tuple[str, ...]:
+def names(recipe: "Recipe", variant: str | None, all_: bool, space: "Workspace", run: Path | None) -> tuple[str, ...]:
+    """The variants that are to be published: all, the one that was named, or the one that the run's figures choose."""
     from qserve.variants import BASELINE
 
-    if (variant is None) != all_:
+    if variant is not None and all_:
         raise UsageError("name one variant, or give --all for every variant of the recipe")
-    if variant == BASELINE:
-        raise UsageError("bf16 is the source itself; name a quantized variant")
-    if variant is not None:
-        recipe.variant(variant)
-    return tuple(recipe.variants) if variant is None else (variant,)
+    if all_:
+        return tuple(recipe.variants)
+    name = variant or _chosen(space, run)
+    if name == BASELINE:
+        raise (UsageError if variant else PreflightError)("bf16 is the source itself; name a quantized variant")
+    recipe.variant(name)
+    return (name,)
 
 
-def repo_of(recipe: "Recipe", to: str, name: str, all_: bool) -> str:
-    """owner/name; with --all the name is the model's and the variant's."""
+def _chosen(space: "Workspace", run: Path | None) -> str:
+    from qserve.choose import chosen, section
+    from qserve.eval.report import read_report
+
+    report = read_report(run_folder(space, run) if run else space.latest_run())
+    return chosen(report, section(report, None), "publish").partition("@")[0]
+
+
+def run_folder(space: "Workspace", run: Path) -> Path:
+    """A path, or the name of a run of the workspace."""
+    return run if run.is_dir() else space.runs / run
+
+
+def repo_of(recipe: "Recipe", to: str, name: str, all_: bool, dry_run: bool) -> str:
+    """owner/name; with --all, and where a dry run names no place, the name is the model's and the variant's."""
+    own_name = f"{model_name(recipe)}-{name}"
     if all_:
         if not re.fullmatch(NAME, to):
             raise UsageError("with --all give the owner alone: --to OWNER")
-        return f"{to}/{model_name(recipe)}-{name}"
+        return f"{to}/{own_name}"
+    if not to and dry_run:
+        return f"OWNER/{own_name}"
     if not re.fullmatch(f"{NAME}/{NAME}", to):
         raise UsageError(f"--to is {to!r}; give OWNER/NAME, in letters, digits, '-', '_' and '.'")
     return to

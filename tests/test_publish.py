@@ -307,9 +307,24 @@ def test_all_variants_go_with_a_collection(project: Project, hub: Hub) -> None:
     assert "0 of 1 variants are published" in said
 
 
+def test_without_a_name_it_is_what_choose_chooses(project: Project, hub: Hub, tmp_path: Path) -> None:
+    """The report knows fp8 as clearly faster at one request, and clearly slower at eight."""
+    project.measure(measured_well(), recipe={"choose": {"traffic": {"concurrency": 1}}})
+    said = project.run(hub, "--concurrency", "1", "--dry-run", str(tmp_path / "out"))
+    assert f"fp8\t{tmp_path}/out" in said
+    assert "OWNER/Tiny-Llama-fp8" in (tmp_path / "out" / "README.md").read_text()
+    project.measure(measured_well(), recipe={"choose": {"traffic": {"concurrency": 8}}})
+    assert "bf16 is the source itself" in project.run(hub, "--dry-run", str(tmp_path / "other"), expect=3)
+    project.measure(measured_well(), quick=True)
+    assert "`qserve choose` says more" in project.run(hub, "--dry-run", str(tmp_path / "other"), expect=3)
+    assert not (tmp_path / "other").exists()
+    assert hub.sent == []
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (("fp8",), "give OWNER/NAME"),
         (("fp8", "--to", "tiny"), "give OWNER/NAME"),
         (("fp8", "--all", "--to", "me"), "name one variant, or give --all"),
         (("--all", "--to", "me/tiny"), "give the owner alone"),
