@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hub_stand_in import Hub, hub_stand_in
 from publish_project import Project, measured_well, write_project
-from sample_report import point, variant
+from sample_report import point, report, variant
 
 from qserve.artifacts import Manifest
 
@@ -313,7 +313,8 @@ def test_without_a_name_it_is_what_choose_chooses(project: Project, hub: Hub, tm
     said = project.run(hub, "--concurrency", "1", "--dry-run", str(tmp_path / "out"))
     assert f"fp8\t{tmp_path}/out" in said
     assert "OWNER/Tiny-Llama-fp8" in (tmp_path / "out" / "README.md").read_text()
-    project.measure(measured_well(), recipe={"choose": {"traffic": {"concurrency": 8}}})
+    sound = report([measured_well()], (1, 8)).baseline.model_copy(update={"fidelity": measured_well().fidelity})
+    project.measure(measured_well(), recipe={"choose": {"traffic": {"concurrency": 8}}}, baseline=sound)
     assert "bf16 is the source itself" in project.run(hub, "--dry-run", str(tmp_path / "other"), expect=3)
     project.measure(measured_well(), quick=True)
     assert "`qserve choose` says more" in project.run(hub, "--dry-run", str(tmp_path / "other"), expect=3)
