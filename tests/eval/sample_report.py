@@ -235,6 +235,16 @@ def one_variant(quick: bool = False) -> Report:
     return report([variant("int8", "GPTQ W8A8 int8", speeds, 0.0121, 163.2)], (8,), quick=quick)
 
 
+def two_engines() -> Report:
+    """The last variant is a GGUF file under llama-server."""
+    made = winner()
+    *others, last = made.variants
+    assert last.server is not None
+    facts = last.server.model_copy(update={"engine": "llama-server", "quantization": "Q4_K - Medium", "dtype": None})
+    changes = {"name": "q4_k_m@llama-server", "label": "GGUF Q4_K_M", "server": facts}
+    return made.model_copy(update={"variants": (*others, last.model_copy(update=changes))})
+
+
 def six_variants() -> Report:
     """Long names, six concurrencies."""
     loads = (1, 2, 4, 8, 16, 32)

@@ -214,6 +214,17 @@ def test_latency_verdicts_are_in_the_sense_of_speed() -> None:
     assert rows["awq", "1"][5] == "1.35 [1.27, 1.45] slower"
 
 
+def test_two_engines_have_a_column_and_a_note() -> None:
+    page = Page(to_html(sample.two_engines()))
+    assert page.rows[0][:3] == ["Variant", "Engine", "tok/s at\xa01"]
+    engines = {row[0].split()[0]: row[1] for row in page.rows[1:6]}
+    assert engines["bf16"] == "vllm"
+    assert engines["q4_k_m@llama-server"] == "llama-server"
+    assert "bf16 is served by vllm; a row named after llama-server is a checkpoint under it" in page.text
+    assert "--engine vllm --engine llama-server" in reproduce(sample.two_engines())
+    assert "Engine" not in Page(to_html(sample.winner())).rows[0]
+
+
 # --- the page ----------
 def test_markdown_has_one_row_a_variant(any_report: Report) -> None:
     lines = to_markdown(any_report).split("## Results\n\n")[1].split("\n\n")[0].splitlines()
