@@ -26,6 +26,8 @@ from qserve.eval.utilisation import gpu_utilisation
 from qserve.recipe import Bench
 
 LEAST_PAIRS = 2
+REST_CORES = 0.4  # an idle vLLM takes 0.14 of a core
+REST_LOOK_S, REST_PATIENCE_S = 0.25, 5.0
 
 
 @dataclass(frozen=True)
@@ -116,14 +118,16 @@ class Plan:
     def block(
         self, arm: Endpoint, requests: Sequence[Request], concurrency: int, target: Target | None = None
     ) -> Block:
-        """Run one block, then wait until the server is idle again (cut requests are aborted there). `target`: how to
-        ask a server that is not one of ours."""
+        """Run one block, then wait until the server is idle again (cut requests are aborted there) and at rest, so that
+        it takes no time from the next block, which is the other server's. `target`: how to ask a server that is not one
+        of ours."""
         before, cpu = arm.counters(), arm.cpu_s()
         target = target or Target(url=arm.url, model=arm.model, usage_each_chunk=True, dialect=arm.dialect)
         with gpu_utilisation() as gpu:
             done = run(run_load(target, requests, concurrency, cut_after_s=self.bench.block_s))
         spent = _grown(cpu, arm.cpu_s())
         after = _when_idle(arm)
+        _until_at_rest(arm)
         return Block(
             run=done,
             server_cpu=spent / done.wall_s / (os.cpu_count() or 1) if spent is not None and done.wall_s else None,
@@ -142,6 +146,19 @@ def _when_idle(arm: Endpoint, patience_s: float = 60) -> Counters:
         if not (now.running or now.waiting) or time.monotonic() > deadline:
             return now
         time.sleep(0.2)
+
+
+def _until_at_rest(arm: Endpoint) -> None:
+    """vLLM's worker looks for work in a tight loop for a second after its last request (busy_loop_s in vLLM's
+    shm_broadcast.py): on two cores, llama-server took 1.07 s instead of 0.10 s for a prompt that came in that second.
+    """
+    deadline = time.monotonic() + REST_PATIENCE_S
+    while time.monotonic() < deadline:
+        before = arm.cpu_s()
+        time.sleep(REST_LOOK_S)
+        spent = _grown(before, arm.cpu_s())
+        if spent is None or spent < REST_CORES * REST_LOOK_S:
+            return
 
 
 def _grown(before: float | None, after: float | None) -> float | None:
