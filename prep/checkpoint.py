@@ -176,7 +176,7 @@ def _build_gguf(context: Context, model: Model, baseline: Prepared, name: str, d
     with complete_or_absent(final) as partial:
         made = make_gguf(context, name, variant, baseline.folder, partial)
         found, source_note = made.found, baseline.manifest.source_note
-        settings = Made(found.targets, found.fallback, None, source_note, made.peak_memory_bytes)
+        settings = Made(found.targets, (), None, source_note, made.peak_memory_bytes)
         facts = {"digest": digest, "weights": found.weights, "wall_s": made.wall_s, "note": found.note}
         packages = {"llama.cpp": made.llama_cpp}
         manifest = _write_manifest(context, model, name, partial, {**facts, **_facts(variant, settings)}, packages)

@@ -26,6 +26,7 @@ MIB = 2**20
 GGUF_NAME = "model.gguf"
 SLOT_MULTIPLE = 256  # tokens; llama.cpp rounds up to it
 OWN_BYTES = GIB // 2  # compute buffers and the rest of the process
+COMMON = ("SSE3", "SSSE3", "AVX", "F16C", "FMA", "BMI2")
 COUNTERS = {
     "running": ("llamacpp:requests_processing",), "waiting": ("llamacpp:requests_deferred",),
     "prefix_queries": ("llamacpp:prompt_tokens_total", "llamacpp:prompt_tokens_cached_total"),
@@ -154,7 +155,7 @@ def facts(server: Server, log_name: str) -> ServerFacts:
         props = {}
     return ServerFacts(
         engine="llama-server",
-        version=props.get("build_info"),
+        version=str(props["build_info"]).removesuffix("-unknown") if "build_info" in props else None,
         command=server.launch.argv,
         env=dict(server.launch.env),
         dtype=None,
@@ -166,9 +167,10 @@ def facts(server: Server, log_name: str) -> ServerFacts:
 
 
 def kernels(text: str) -> tuple[str, ...]:
-    """Where the weights lie (a kernel's own layout is named so), and what the build computes with: its system_info."""
+    """Where the weights lie (a kernel's own layout is named so), and what the build computes with: its system_info,
+    without what every x86 CPU of ten years has."""
     line = re.search(r"system_info: .*", text)
-    used = re.findall(r"(\w+) = 1\b", line[0]) if line else []
+    used = [name for name in re.findall(r"(\w+) = 1\b", line[0]) if name not in COMMON] if line else []
     buffers = re.findall(r"load_tensors: +(\w+) model buffer size", text)
     return tuple(dict.fromkeys([*(f"weights in {name}" for name in buffers), *used]))
 

@@ -89,7 +89,7 @@ LOG = """
 
 def test_what_the_log_says() -> None:
     used = llama_server.kernels(LOG)
-    assert used == ("weights in CPU_Mapped", "weights in AMX", "SSE3", "AVX512_BF16", "REPACK")
+    assert used == ("weights in CPU_Mapped", "weights in AMX", "AVX512_BF16", "REPACK")
     found = llama_server.memory(LOG, llama_server.choose_settings(setting()), 7, 9)
     assert (found.loaded_bytes, found.kv_bytes) == (int(138.75 * 2**20), 405 * 2**20)
     assert (found.kv_capacity_tokens, found.disk_bytes, found.peak_bytes) == (18432, 7, 9)
