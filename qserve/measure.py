@@ -187,7 +187,7 @@ def _judge(
         )
     recipe, manifest = context.inputs.recipe, arm.prepared.manifest
     context.inputs.say(f"{arm.name}: scoring {len(context.windows)} windows of {recipe.quality.tokens} tokens")
-    scored = quality.score(live, context.windows, recipe.quality.top_k, recipe.bench.variant_s)
+    scored = quality.score(live, context.windows, recipe.quality.top_k, recipe.bench.variant_s / 2)
     gate = fidelity.check(scored, context.references[arm.prepared.variant], context.references[BASELINE])
     data, bos = context.parts.quality, context.parts.bos_token_id
     length = len(scored[0].logprobs) + 1
