@@ -3,11 +3,13 @@
 job: source (bf16 folder), out (folder), calibration (JSON file of token-id lists), samples, dtype (in which calibration
 computes), threads, bits, group_size, act_order, dampening, max_fallback.
 
-Its packing has a C++ extension that would be compiled here; its own Python path packs the same words, and is used.
+Its packing has a C++ extension that would be compiled here; its own Python path packs the same words, and is used. It
+writes a log of its own into the current folder, so it works in a temporary one; the paths above are absolute.
 """
 
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,12 @@ Emit = Callable[..., None]
 
 
 def main(job: dict[str, Any], emit: Emit) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        return quantize(job, emit)
+
+
+def quantize(job: dict[str, Any], emit: Emit) -> dict[str, Any]:
     torch.set_num_threads(job["threads"])
     order = job["act_order"] == "static"
     config = GPTQConfig(

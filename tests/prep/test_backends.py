@@ -52,7 +52,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prepared(root: Path) -> dict[str, Prepared]:
+    before = set(Path.cwd().iterdir())
     done = prepare(recipe_of(root, VARIANTS), Workspace(root / "ws"), tuple(VARIANTS), print)
+    assert set(Path.cwd().iterdir()) == before
     return {one.variant: one for one in done}
 
 
