@@ -5,12 +5,16 @@ Settings that were measured against plain defaults are in docs/measurements.md. 
     dtype        float32 where the CPU multiplies no bfloat16 (x86 without AVX-512): there it has a slow kernel only
     int4         with bfloat16 activations, as W4A16 says: with AMX vLLM's own default rounds them to int8 (W4A8), which
                  the gate rightly calls not faithful
+    allocator    tcmalloc, preloaded, where the system has it
+    OpenMP       Intel's own, preloaded, on an Intel CPU
     KV cache     a share of the free memory, and at least one request of full length
 On CUDA vLLM's defaults are good; only the memory share is set, so that two servers fit side by side.
 """
 
+import os
 import re
 from collections.abc import Mapping
+from ctypes.util import find_library
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -49,6 +53,8 @@ class Settings:
     executor: Literal["auto", "mp", "ray"]
     quantization: StartQuantization | None  # at start-up, of unquantized checkpoints
     threads: tuple[int, ...]  # CPU ids that compute, empty on CUDA
+    allocator: str | None  # CPU: tcmalloc, preloaded
+    intel_openmp: bool  # CPU: preloaded, where the environment brings it along
     max_logprobs: int
     extra_args: tuple[str, ...]
     start_timeout_s: float
@@ -120,6 +126,8 @@ def choose_settings(serving: Serving, config: Mapping[str, object], machine: Mac
         executor=serving.executor,
         quantization=serving.quantization,
         threads=() if cuda else core_ids(),
+        allocator=None if cuda else tcmalloc(),
+        intel_openmp=not cuda and "Intel" in machine.cpu,
         max_logprobs=1024,
         extra_args=serving.extra_args if serving.engine == "vllm" else (),
         start_timeout_s=serving.start_timeout_s,
@@ -177,20 +185,35 @@ def launch_vllm(python: Path, checkpoint: Path, name: str, settings: Settings, a
     if settings.memory_share is not None:
         argv += ["--gpu-memory-utilization", str(settings.memory_share)]
     return Launch(
-        "vllm", (*argv, *settings.extra_args), _env(settings), host, port, name, settings.start_timeout_s,
+        "vllm", (*argv, *settings.extra_args), _env(settings, python), host, port, name, settings.start_timeout_s,
         counters=COUNTERS, scoring="prompt_logprobs",
     )  # fmt: skip
 
 
-def _env(settings: Settings) -> dict[str, str]:
-    """Local files only, no usage reports; on a CPU the cores and the KV cache."""
+def _env(settings: Settings, python: Path) -> dict[str, str]:
+    """Local files only, no usage reports; on a CPU the cores, the KV cache and the OpenMP library."""
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
     if settings.threads:
         env["VLLM_CPU_INT4_W4A8"] = "0"  # with AMX it would round the activations of a W4A16 checkpoint to int8
         env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in settings.threads)
     if settings.kv_cache_bytes is not None:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_bytes // GIB)
+    if preloaded := _preloaded(settings, python):
+        env["LD_PRELOAD"] = ":".join(preloaded)
     return env
+
+
+def _preloaded(settings: Settings, python: Path) -> list[str]:
+    """Libraries to load first, the user's own before them; none where there is nothing of ours to add."""
+    openmp = python.parent.parent / "lib" / "libiomp5.so"
+    ours = [settings.allocator] if settings.allocator else []
+    ours += [str(openmp)] if settings.intel_openmp and openmp.is_file() else []
+    return [text for text in (os.environ.get("LD_PRELOAD"), *ours) if text] if ours else []
+
+
+def tcmalloc() -> str | None:
+    """The allocator's library, if the system has it (Debian: libtcmalloc-minimal4); vLLM's CPU wheel lacks it."""
+    return find_library("tcmalloc_minimal") or find_library("tcmalloc")
 
 
 # --- what the log says ----------

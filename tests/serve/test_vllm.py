@@ -83,6 +83,21 @@ def test_the_cpu_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.timeout_s == 77
 
 
+@pytest.mark.parametrize("allocator", ["libtcmalloc_minimal.so.4", None])
+@pytest.mark.parametrize(("cpu", "intel"), [("Intel(R) Xeon(R) Processor", True), ("AMD EPYC", False)])
+def test_what_is_preloaded(
+    cpu: str, intel: bool, allocator: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/mine.so")
+    monkeypatch.setattr(vllm, "tcmalloc", lambda: allocator)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libiomp5.so").touch()
+    settings = vllm.choose_settings(Serving(), SMOLLM2, ZEN4.model_copy(update={"cpu": cpu}), room())
+    launch = vllm.launch_vllm(tmp_path / "bin/python", Path("/c"), "int8", settings, ("127.0.0.1", 1))
+    ours = [*([allocator] if allocator else []), *([f"{tmp_path}/lib/libiomp5.so"] if intel else [])]
+    assert launch.env.get("LD_PRELOAD") == (":".join(["/usr/lib/mine.so", *ours]) if ours else None)
+
+
 def test_the_cuda_command() -> None:
     settings = vllm.choose_settings(Serving(tensor_parallel=2), SMOLLM2, TWO_H100, room(2))
     launch = vllm.launch_vllm(Path("python"), Path("/c"), "fp8", settings, ("0.0.0.0", 9))
@@ -91,7 +106,7 @@ def test_the_cuda_command() -> None:
     assert "--gpu-memory-utilization 0.45" in text
     assert "--enforce-eager" not in text
     assert "--enable-prefix-caching" in text
-    assert not {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"} & set(launch.env)
+    assert not {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE", "LD_PRELOAD"} & set(launch.env)
 
 
 def test_several_gpus() -> None:
