@@ -113,7 +113,7 @@ def install_engine(name: EngineName, serving: Serving, say: Say) -> Installed:
     match name:
         case "vllm":
             runtime = ensure_runtime("vllm", look().flavour, say, serving.python)
-            if look().flavour == "cpu" and tcmalloc() is None:
+            if look().flavour == "cpu" and vllm.tcmalloc() is None:
                 say(
                     "tcmalloc is not on this system; vLLM was measured 1.2 times as fast with it (libtcmalloc-minimal4)"
                 )
