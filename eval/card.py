@@ -132,6 +132,8 @@ def _conditions(measured: Measured) -> Iterator[str]:
             f"Faithful: served log-probabilities are {figures.number(f.error)} nats from the same checkpoint in "
             f"transformers (limit {figures.number(f.limit)}, from rounding alone)."
         )
+    if result.problem:
+        yield f"Limits: {plain(_without_folders(result.problem))}."
     yield f"Run {report.run} of {report.created[:10]}, qserve {report.qserve_version}."
 
 

@@ -36,8 +36,9 @@ def _quality(own: VariantResult, base: VariantResult) -> list[tuple[Cell, ...]]:
     q, b = own.quality, base.quality
     if q is None:
         return []
+    beside = b.perplexity if b and b.tokens == q.tokens else None  # of other tokens it is another quantity
     values = (
-        ("Perplexity", q.perplexity, b.perplexity if b else None, q.perplexity_ratio, 1, ""),
+        ("Perplexity", q.perplexity, beside, q.perplexity_ratio, 1, ""),
         ("KL divergence to bf16, nats", q.kl, None, None, 1, ""),
         ("Top-1 token as bf16", q.top1, None, None, 100, " %"),
     )

@@ -96,7 +96,8 @@ def standings(decision: Decision) -> Table:
     """One row a format."""
     priced = decision.wishes.price_per_hour is not None
     rated = any(one.machines for one in decision.formats)
-    headers = ["Format", "Standing", "At", "tok/s", "÷ bf16"]
+    ratio = {"throughput": "÷ bf16", "ttft": "TTFT ÷ bf16", "itl": "ITL ÷ bf16"}[decision.wishes.objective]
+    headers = ["Format", "Standing", "At", "tok/s", ratio]
     headers += ["Per million tokens"] if priced else []
     headers += ["Machines"] if rated else []
     rows = [_row(one, priced, rated) for one in decision.formats]
@@ -113,5 +114,12 @@ def _row(one: FormatStanding, priced: bool, rated: bool) -> tuple[Cell, ...]:
         figures.interval(one.gain) if one.gain else NONE,
     ]
     cells += [interval(one.cost) if one.cost else UNKNOWN] if priced else []
-    cells += [str(one.machines or UNKNOWN)] if rated else []
+    cells += [_machines(one)] if rated else []
     return tuple(Cell(text) for text in cells)
+
+
+def _machines(one: FormatStanding) -> str:
+    """`8`, or `8 to 9` where the low end of the throughput's interval asks for more."""
+    cautious = one.machines_cautious
+    more = f" to {cautious:,}" if cautious and cautious != one.machines else ""
+    return f"{one.machines:,}{more}" if one.machines else UNKNOWN

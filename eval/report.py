@@ -17,13 +17,13 @@ SPECIAL = str.maketrans(
 
 
 def read_report(run: Path) -> Report:
-    """The report of a run folder.
+    """The report of a run folder, or of its measurements.json.
 
     Raises:
         UsageError: no measurements.json there, or one that this version cannot read.
     """
     try:
-        return Report.read(run / "measurements.json")
+        return Report.read(run if run.is_file() else run / "measurements.json")
     except DamagedFile as error:
         raise UsageError(
             f"{error.path}: {error.problem}; give the folder of a finished run, or run `qserve bench` again"

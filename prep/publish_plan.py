@@ -111,19 +111,25 @@ def write_folder(uploads: tuple[Upload, ...], folder: Path, manifest: Manifest) 
     """Exactly what would be uploaded, complete or absent. Weights are hard links where that is possible.
 
     Raises:
-        UsageError: the folder holds something else than an earlier writing of this variant.
+        UsageError: the folder holds something else than an earlier writing of this variant, or takes no files.
     """
     _refuse_foreign(folder, manifest)
-    with complete_or_absent(folder.absolute()) as partial:
-        for upload in uploads:
-            target = partial / upload.name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(upload.content, bytes):
-                target.write_bytes(upload.content)
-            elif upload.name.endswith((".safetensors", ".gguf")):
-                link(upload.content, target)
-            else:
-                shutil.copyfile(upload.content, target)
+    try:
+        with complete_or_absent(folder.absolute()) as partial:
+            for upload in uploads:
+                _write(upload, partial / upload.name)
+    except OSError as error:
+        raise UsageError(f"cannot write into {folder}: {error.strerror or error}; give another folder") from error
+
+
+def _write(upload: Upload, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(upload.content, bytes):
+        target.write_bytes(upload.content)
+    elif upload.name.endswith((".safetensors", ".gguf")):
+        link(upload.content, target)
+    else:
+        shutil.copyfile(upload.content, target)
 
 
 def _refuse_foreign(folder: Path, manifest: Manifest) -> None:

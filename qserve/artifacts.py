@@ -29,6 +29,9 @@ class Artifact(Frozen):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
+            if first["loc"] == ("format",):
+                said = f"it is of format {first['input']!r}, which another version of qserve writes"
+                raise DamagedFile(path, said) from error
             raise DamagedFile(path, f"{where}: {first['msg']}" if where else first["msg"]) from error
 
     def write(self, path: Path) -> None:

@@ -146,6 +146,8 @@ def named_numbers(option: str, words: list[str] | None) -> dict[str, float]:
     found: dict[str, float] = {}
     for word in words or []:
         name, sign, value = word.partition("=")
+        if name.strip() in found:
+            raise UsageError(f"{option} {name.strip()} is given twice; give it once")
         try:
             found[name.strip()] = float(value)
         except ValueError:

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -61,6 +62,7 @@ def export(
     report = read_report(run or open_workspace(workspace).latest_run())
     if target is Target.systemd and image:
         raise UsageError("--image is for containers; a systemd service runs the environment that was measured")
+    _check_words(image, prometheus_url)
     demands = _wishes(report, slo)
     wishes = Wishes(name, image, _repo(model_repo, target), port, max_replicas, kv_cache_gib, demands.slo)
     result = _result(report, variant or chosen(report, demands, "export"))
@@ -70,6 +72,13 @@ def export(
         say(f"not as measured: {change}")
     for path in _write(out, _files(deployment, target, prometheus_url), force):
         typer.echo(path)
+
+
+def _check_words(image: str | None, prometheus_url: str) -> None:
+    if image is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.:/@-]*", image):
+        raise UsageError(f"--image is {image!r}; give one as REGISTRY/NAME:TAG")
+    if not re.fullmatch(r"https?://[^\s\"'<>/][^\s\"'<>]*", prometheus_url):
+        raise UsageError(f"--prometheus-url is {prometheus_url!r}; give one as http://HOST:PORT")
 
 
 def _files(deployment: "Deployment", target: Target, prometheus_url: str) -> dict[str, str]:

@@ -64,5 +64,4 @@ def load_report(path: str | Path | None = None) -> LoadedReport:
         UsageError: there is none, or this version cannot read it.
     """
     where = Path(path) if path is not None else open_workspace(None).latest_run()
-    folder = where.parent if where.name == "measurements.json" else where
-    return LoadedReport.model_validate(read_report(folder).model_dump())
+    return LoadedReport.model_validate(read_report(where).model_dump())

@@ -13,11 +13,11 @@ import typer
 
 from qserve.app import WorkspaceOption, app, say
 from qserve.errors import PreflightError, UsageError
-from qserve.publish_request import Wishes, check_ids, model_name, names, repo_of, run_folder
+from qserve.publish_request import Wishes, check_folder, check_ids, model_name, names, repo_of, run_folder
 
 if TYPE_CHECKING:
     from qserve.artifacts import Licence
-    from qserve.eval.publishable import Measured
+    from qserve.eval.publishable import Measured, Objection
     from qserve.prep.checkpoint import Prepared
     from qserve.prep.publish import Target
     from qserve.prep.publish_plan import Upload
@@ -39,7 +39,7 @@ class Candidate:
     measured: "Measured | None"
     licence: "Licence | None"
     base_model: str | None
-    objections: tuple[str, ...]
+    objections: "tuple[Objection, ...]"
 
 
 @app.command()
@@ -73,7 +73,9 @@ def publish(
     wanted = names(parsed, variant, all_, space, run)
     repos = {name: repo_of(parsed, to, name, all_, bool(dry_run)) for name in wanted}
     check_ids(wishes, repos)
-    if not wishes.dry_run:
+    if wishes.dry_run:
+        check_folder(space, wishes.dry_run)
+    else:
         _check_access(tuple(repos.values()), public)
     found = tuple(_candidates(parsed, space, wishes, repos))
     for name, address in _publish_all(parsed, found, wishes) if all_ else _publish_one(found[0], wishes):
@@ -90,7 +92,7 @@ def _check_access(repos: tuple[str, ...], public: bool) -> None:
 
 # --- what is known ----------
 def _candidates(recipe: "Recipe", space: "Workspace", wishes: Wishes, repos: dict[str, str]) -> Iterator[Candidate]:
-    from qserve.eval.publishable import objections
+    from qserve.eval.publishable import Objection, objections
     from qserve.prep.publish_plan import strangers
     from qserve.prep.stage import find_prepared
 
@@ -100,11 +102,13 @@ def _candidates(recipe: "Recipe", space: "Workspace", wishes: Wishes, repos: dic
         licence, base_model, gated = _terms(recipe, prepared, wishes)
         said = list(objections(measured, wishes.regime))
         if licence is None:
-            said.append("has no known licence terms: the source names none (--licence ID names them)")
+            said.append(Objection("has no known licence terms: the source names none", "--licence ID names them"))
         if gated and wishes.public:
-            said.append(f"comes from {base_model}, which is gated: a public copy goes past that gate")
+            said.append(Objection(f"comes from {base_model}, which is gated: a public copy goes past that gate"))
         if others := strangers(prepared):
-            said.append(f"has files in its folder that are not its own: {', '.join(others)}; they are not sent")
+            said.append(
+                Objection(f"has files in its folder that are not its own: {', '.join(others)}; they are not sent")
+            )
         yield Candidate(repo, prepared, measured, licence, base_model, tuple(said))
 
 
@@ -171,9 +175,9 @@ def _publish_all(recipe: "Recipe", found: tuple[Candidate, ...], wishes: Wishes)
 
 
 def _refusal(candidate: Candidate) -> str:
-    reasons = f"; it {'; it '.join(candidate.objections[1:])}" if len(candidate.objections) > 1 else ""
-    name = candidate.prepared.variant
-    return f"{name} is not published: {name} {candidate.objections[0]}{reasons}; --force publishes it all the same"
+    name, found = candidate.prepared.variant, candidate.objections
+    reasons = "; it ".join(one.says + (f" ({one.remedy})" if one.remedy else "") for one in found)
+    return f"{name} is not published: {name} {reasons}; --force publishes it all the same"
 
 
 def _deliver(candidate: Candidate, wishes: Wishes, folder: Path | None) -> str:
@@ -208,7 +212,7 @@ def _files(candidate: Candidate, wishes: Wishes) -> "tuple[Upload, ...]":
     files = hashed_files(prepared)
     subject = Subject(
         candidate.repo, prepared.manifest, candidate.measured, wishes.regime, candidate.licence, candidate.base_model,
-        _quant_method(prepared), _has_template(prepared.folder), candidate.objections,
+        _quant_method(prepared), _has_template(prepared.folder), tuple(one.says for one in candidate.objections),
     )  # fmt: skip
     return (*files, card_file(model_card(subject)))
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from qserve.recipe import Recipe
     from qserve.workspace import Workspace
 
-NAME = r"[A-Za-z0-9][\w.-]{0,95}"
+NAME = r"(?!\S*(?:--|\.\.))[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?(?<!\.git)"  # as the Hub takes it
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def repo_of(recipe: "Recipe", to: str, name: str, all_: bool, dry_run: bool) -> 
     if not to and dry_run:
         return f"OWNER/{own_name}"
     if not re.fullmatch(f"{NAME}/{NAME}", to):
-        raise UsageError(f"--to is {to!r}; give OWNER/NAME, in letters, digits, '-', '_' and '.'")
+        raise UsageError(f"--to is {to!r}; give OWNER/NAME, in letters, digits and single '-', '_' or '.' between them")
     return to
 
 
@@ -76,7 +76,13 @@ def model_name(recipe: "Recipe") -> str:
 
     last = source_text(recipe.model).rstrip("/").rpartition("/")[2]
     stem = re.sub(r"[.-](B?F16|F32|I?Q\d\w*)$", "", last.removesuffix(".gguf"), flags=re.IGNORECASE)
-    return re.sub(r"[^\w.-]", "-", stem).strip("-.") or "model"
+    return re.sub(r"[^A-Za-z0-9_.]+|\.{2,}", "-", stem).strip("-.") or "model"
+
+
+def check_folder(space: "Workspace", dry_run: Path) -> None:
+    """A dry run replaces its folder: it may be no checkpoint, not even this variant's own."""
+    if dry_run.resolve().is_relative_to(space.checkpoints.resolve()):
+        raise UsageError(f"--dry-run {dry_run} is among the checkpoints themselves; give a new folder elsewhere")
 
 
 def check_ids(wishes: Wishes, repos: dict[str, str]) -> None:

@@ -222,8 +222,9 @@ def find_recipe(argument: str | None) -> Path:
     path = Path(argument)
     if path.is_file():
         return path
-    if path.stem in shipped and str(argument) in (path.stem, f"{path.stem}.yaml", f"recipes/{path.stem}.yaml"):
-        return shipped[path.stem]
+    name = argument.removeprefix("recipes/").removesuffix(".yaml")  # not Path.stem: a name may hold dots
+    if name in shipped:
+        return shipped[name]
     names = ", ".join(shipped)
     raise UsageError(f"no recipe {argument!r}: give a YAML file (`qserve init` writes one) or one of {names}")
 

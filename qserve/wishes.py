@@ -10,7 +10,7 @@ from qserve.values import Frozen
 LATENCIES = ("ttft", "itl", "tpot", "e2e")
 SLO_NAMES = tuple(f"{latency}_{percentile}" for latency in LATENCIES for percentile in ("p50", "p95", "p99"))
 Objective = Literal["throughput", "ttft", "itl"]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]  # a bound, so that no quotient overflows
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 

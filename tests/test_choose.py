@@ -83,6 +83,8 @@ def test_json_is_a_decision_and_nothing_else(project: Path) -> None:
     (("--concurrency", "0"), r"traffic\.concurrency: Input should be greater than or equal to 1"),
     (("--rate", "1", "--tokens-rate", "2"), r"traffic: give the rate as requests_per_s or as output_tokens_per_s"),
     (("--price", "0"), r"price_per_hour: Input should be greater than 0"),
+    (("--price", "1e300"), r"price_per_hour: Input should be less than or equal to 1"),
+    (("--slo", "ttft_p95=1", "--slo", "ttft_p95=2"), r"--slo ttft_p95 is given twice"),
     (("--memory-gb", "nan"), r"memory_gb: Input should be (a finite number|greater than 0)"),
     (("--objective", "ttft"), r"objective ttft needs a concurrency"),
     (("no-such-run",), r"no-such-run/measurements\.json: No such file"),
@@ -91,6 +93,27 @@ def test_what_cannot_be_is_one_sentence(project: Path, words: tuple[str, ...], s
     done = run_choose(*words, cwd=project, expect=2)
     assert re.search(said, done.stderr), done.stderr
     assert done.stdout == "" and len(done.stderr.splitlines()) == 1
+
+
+def test_the_table_names_the_ratio_and_counts_machines_within_noise(project: Path) -> None:
+    """Of a latency below 1 is better; at 1 % below a whole number of machines the interval asks for one more."""
+    header = (
+        run_choose("--concurrency", "8", "--objective", "itl", cwd=project).stdout.split("Format ")[1].split("\n")[0]
+    )
+    assert header.split() == ["Standing", "At", "tok/s", "ITL", "÷", "bf16"]
+    decision = Decision.model_validate_json(run_choose("--format", "json", "--concurrency", "8", cwd=project).stdout)
+    rate = next(one.output_tokens_per_s for one in decision.formats if one.name == "int8")
+    assert rate and rate.low and rate.low < 0.999 * rate.value
+    done = run_choose("--concurrency", "8", "--tokens-rate", str(2.999 * rate.value), cwd=project)
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("int8 ")]
+    assert row.endswith("  3 to 4")
+
+
+def test_another_version_is_named(project: Path) -> None:
+    path = next(project.glob("qserve-workspace/runs/*/measurements.json"))
+    path.write_text(path.read_text().replace('"format": 1,', '"format": 7,', 1))
+    said = run_choose(str(path), cwd=project, expect=2).stderr
+    assert f"{path}: it is of format 7, which another version of qserve writes; " in said
 
 
 def test_no_run_yet_says_what_makes_one(tmp_path: Path) -> None:

@@ -69,6 +69,11 @@ def test_a_dry_run_writes_exactly_that_and_opens_no_socket(project: Project, hub
         written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
         files = {name: one.data for name, one in hub.repos["me/tiny-fp8"].files.items() if name != ".gitattributes"}
         assert written == files
+    before = {path: path.read_bytes() for path in project.folder.iterdir()}
+    said = project.run(hub, *TO, "--dry-run", str(project.folder), expect=2)
+    assert "is among the checkpoints themselves" in said
+    assert {path: path.read_bytes() for path in project.folder.iterdir()} == before
+    assert "cannot write into /proc/out" in project.run(hub, *TO, "--dry-run", "/proc/out", expect=2)
     (tmp_path / "out" / "mine.txt").write_text("mine")
     assert "out holds other files" in project.run(hub, *TO, "--dry-run", "out", expect=2)
     assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
@@ -328,6 +333,9 @@ def test_without_a_name_it_is_what_choose_chooses(project: Project, hub: Hub, tm
         (("fp8",), "give OWNER/NAME"),
         (("fp8", "--to", "tiny"), "give OWNER/NAME"),
         (("fp8", "--all", "--to", "me"), "name one variant, or give --all"),
+        (("fp8", "--to", "me/tiny--fp8"), "give OWNER/NAME"),
+        (("fp8", "--to", "me/tiny.git"), "give OWNER/NAME"),
+        (("fp8", "--to", "me/tïny"), "give OWNER/NAME"),
         (("--all", "--to", "me/tiny"), "give the owner alone"),
         (("bf16", "--to", "me/tiny"), "bf16 is the source itself"),
         (("fp9", "--to", "me/tiny"), "no variant 'fp9'"),

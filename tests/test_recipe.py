@@ -110,7 +110,9 @@ def test_the_good_recipe_is_good(tmp_path: Path) -> None:
 def test_which_recipe_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_recipe(None) == shipped_recipes()["quickstart"]
-    assert find_recipe("recipes/quickstart.yaml") == find_recipe("quickstart") == shipped_recipes()["quickstart"]
+    assert len(shipped_recipes()) == len(CONFIGS)
+    for name, shipped in shipped_recipes().items():  # qwen2.5-0.5b-instruct has dots in it
+        assert find_recipe(name) == find_recipe(f"{name}.yaml") == find_recipe(f"recipes/{name}.yaml") == shipped
     Path("qserve.yaml").write_text(GOOD)
     assert find_recipe(None) == Path("qserve.yaml")
     with pytest.raises(UsageError, match=r"no recipe 'nothing\.yaml'.*llama-3\.1-8b-instruct"):
