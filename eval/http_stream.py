@@ -47,6 +47,8 @@ def parse_url(url: str, api_key: str | None = None) -> Address:
     Raises:
         UsageError: no http or https URL, or a key that cannot stand in a header.
     """
+    if "@" in url:
+        raise UsageError("the URL has a user or a password in it; put the key into the environment instead")
     try:
         parts = urlsplit(url.strip())
         host, port = parts.hostname, parts.port
@@ -54,8 +56,6 @@ def parse_url(url: str, api_key: str | None = None) -> Address:
         raise UsageError(f"{url!r} is no URL ({error}); write http://HOST:PORT") from error
     if parts.scheme not in ("http", "https") or not host:
         raise UsageError(f"{url!r} is no http or https URL; write http://HOST:PORT")
-    if "@" in parts.netloc:
-        raise UsageError(f"the URL of {host} has a user or a password in it; put the key into the environment instead")
     key = (api_key or "").strip()
     if not all(33 <= ord(char) <= 126 for char in key):
         raise UsageError("the API key has spaces or characters that no header can carry; set it again")

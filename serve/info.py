@@ -86,7 +86,7 @@ def probe(url: str, api_key: str | None = None, key_name: str = "OPENAI_API_KEY"
     """Ask a server what it is. `key_name`: where the key came from, for the sentence about a wrong one.
 
     Raises:
-        UsageError: no http URL.
+        UsageError: no http URL, or a key that cannot stand in a header.
         ServerError: nobody answers there, another protocol does, the key is refused, or it serves no model.
     """
     base = base_url(url)
@@ -112,13 +112,17 @@ def probe(url: str, api_key: str | None = None, key_name: str = "OPENAI_API_KEY"
 
 def base_url(url: str) -> str:
     """`http://host:port` of a URL, with or without /v1 at its end. Raises UsageError if it is none."""
-    parts = urlsplit(url.strip())
+    if "@" in url:
+        raise UsageError("the URL has a user or a password in it; put the key into the environment")
+    wrong = UsageError(f"{url!r} is no http or https URL; write http://HOST:PORT")
+    try:
+        parts = urlsplit(url.strip())
+        httpx.URL(url.strip())
+        _ = parts.port  # these raise: a bracket left open, a port past 65535
+    except (ValueError, httpx.InvalidURL) as error:
+        raise wrong from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"{url!r} is no http or https URL; write http://HOST:PORT")
-    if "@" in parts.netloc:
-        raise UsageError(
-            f"the URL of {parts.hostname} has a user or a password in it; put the key into the environment"
-        )
+        raise wrong
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
@@ -145,7 +149,10 @@ def info_text(info: Info) -> str:
 # --- asking ----------
 def _ask_all(base: str, api_key: str | None, key_name: str) -> Answers:
     """Every route once. The first one, which every OpenAI server has, tells whether there is a server at all."""
-    headers = {"Authorization": f"Bearer {api_key.strip()}"} if api_key else {}
+    key = (api_key or "").strip()
+    if not all(33 <= ord(char) <= 126 for char in key):
+        raise UsageError(f"the API key in ${key_name} has characters that no header can carry; set it again")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     statuses: dict[str, int] = {}
     objects: dict[str, Mapping[str, object]] = {}
     metrics = ""

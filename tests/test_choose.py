@@ -96,11 +96,10 @@ def test_what_cannot_be_is_one_sentence(project: Path, words: tuple[str, ...], s
 
 
 def test_the_table_names_the_ratio_and_counts_machines_within_noise(project: Path) -> None:
-    """Of a latency below 1 is better; at 1 % below a whole number of machines the interval asks for one more."""
-    header = (
-        run_choose("--concurrency", "8", "--objective", "itl", cwd=project).stdout.split("Format ")[1].split("\n")[0]
-    )
-    assert header.split() == ["Standing", "At", "tok/s", "ITL", "÷", "bf16"]
+    """Of a latency below 1 is better; just below a whole number of machines the interval asks for one more."""
+    by_itl = run_choose("--concurrency", "8", "--objective", "itl", cwd=project).stdout
+    (header,) = [line for line in by_itl.splitlines() if line.startswith("Format ")]
+    assert header.endswith("  ITL ÷ bf16")
     decision = Decision.model_validate_json(run_choose("--format", "json", "--concurrency", "8", cwd=project).stdout)
     rate = next(one.output_tokens_per_s for one in decision.formats if one.name == "int8")
     assert rate and rate.low and rate.low < 0.999 * rate.value

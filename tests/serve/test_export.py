@@ -269,6 +269,8 @@ def test_every_metric_is_one_that_vllm_has(run: Path, name: str) -> None:
         ("int8", ("--slo", "ttft=1"), 2, "did you mean one of"),
         ("int8", ("--slo", "ttft_p95=soon"), 2, "write NAME=NUMBER"),
         ("int8", ("--name", "9"), 2, "give --name"),
+        ("int8", ("--image", "my image"), 2, "--image is 'my image'; give one as REGISTRY/NAME:TAG"),
+        ("int8", ("--prometheus-url", "prometheus"), 2, "give one as http://HOST:PORT"),
         ("int8", ("--model-repo", "me/x"), 2, "--model-repo is for kubernetes and kserve"),
         ("bf16", (), 2, "is not here; run `qserve prep`"),
     ],

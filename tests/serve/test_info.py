@@ -158,8 +158,17 @@ def test_tls_where_there_is_none() -> None:
         probe(url.replace("http:", "https:"))
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://h", "", "http://u:pw@h"])
+BAD_URLS = ["localhost:8000", "ftp://h", "", "http://u:pw@h", "http://u:pw@h:99999", "http://[::1", "http://h:99999"]
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
 def test_no_url(url: str) -> None:
     with pytest.raises(UsageError) as caught:
         probe(url)
     assert "pw" not in str(caught.value)
+
+
+def test_a_key_that_no_header_can_carry_is_named_and_not_shown() -> None:
+    with pytest.raises(UsageError, match=r"the API key in \$MY_KEY has characters") as caught:
+        probe("http://127.0.0.1:9", "sécret", "MY_KEY")
+    assert "cret" not in str(caught.value)
