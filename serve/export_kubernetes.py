@@ -37,7 +37,8 @@ def kubernetes(deployment: Deployment) -> dict[str, str]:
     """{file name: text}."""
     objects = (_deployment(deployment), _service(deployment), _disruption(deployment), _autoscaler(deployment))
     adapter = (
-        f"Install: helm upgrade --install prometheus-adapter prometheus-community/prometheus-adapter -f {ADAPTER}",
+        "Install:",
+        f"$ helm upgrade --install prometheus-adapter prometheus-community/prometheus-adapter -f {ADAPTER}",
     )
     files = {
         "kubernetes.yaml": head(deployment, "Kubernetes", *_how(deployment)) + to_yaml(*objects),

@@ -25,7 +25,8 @@ def systemd(deployment: Deployment, user: str) -> dict[str, str]:
     """{file name: text}. `user` must be able to read the checkpoint and the environment."""
     unit = f"{deployment.name}.service"
     install = (
-        f"Install: cp {unit} /etc/systemd/system/ && systemctl daemon-reload && systemctl enable --now {unit}",
+        "Install:",
+        f"$ cp {unit} /etc/systemd/system/ && systemctl daemon-reload && systemctl enable --now {unit}",
         f"It runs as {user}, the owner of the checkpoint. Start waits until /health answers; stop lets requests end.",
     )
     return {

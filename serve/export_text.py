@@ -10,10 +10,16 @@ Plain = dict[str, object]  # what becomes YAML or JSON: strings, numbers, lists 
 
 
 def comment(lines: tuple[str, ...]) -> str:
-    """Each line a comment, wrapped at 110 characters; no line can escape it."""
-    clean = [" ".join(line.split()) for line in lines]
-    wrapped = [part for line in clean for part in textwrap.wrap(line, 108, subsequent_indent="  ") or [""]]
-    return "".join(f"# {part}".rstrip() + "\n" for part in wrapped)
+    """Each line a comment, wrapped at 110 characters, but for a command to paste, `$ ...`; no line can escape it."""
+    parts = [part for line in lines for part in _parts(line)]
+    return "".join(f"# {part}".rstrip() + "\n" for part in parts)
+
+
+def _parts(line: str) -> list[str]:
+    if line.startswith("$ "):
+        return ["  " + " ".join(line[2:].splitlines())]
+    clean = " ".join(line.split())
+    return textwrap.wrap(clean, 108, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False) or [""]
 
 
 def head(deployment: Deployment, what: str, *more: str) -> str:

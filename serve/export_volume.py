@@ -22,10 +22,11 @@ def model_volume(deployment: Deployment) -> str:
     """A claim, and a pod that holds it while the checkpoint is copied in."""
     name, loader = claim(deployment), f"{deployment.name}-loader"
     steps = (
-        "1. kubectl apply -f model-volume.yaml",
-        f"2. kubectl wait --for=condition=Ready pod/{loader}",
-        f"3. kubectl cp {shlex.quote(str(deployment.folder))}/. {loader}:{MODEL_PATH}",
-        f"4. kubectl delete pod {loader}",
+        "Before the deployment:",
+        "$ kubectl apply -f model-volume.yaml",
+        f"$ kubectl wait --for=condition=Ready pod/{loader}",
+        f"$ kubectl cp {shlex.quote(str(deployment.folder))}/. {loader}:{MODEL_PATH}",
+        f"$ kubectl delete pod {loader}",
         "Pods on several nodes need an access mode that your storage class offers, ReadWriteMany say.",
     )
     volume: Plain = {

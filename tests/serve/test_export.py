@@ -6,6 +6,7 @@ PyPI; systemd-analyze and promtool are of the system: without them their tests a
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -293,6 +294,14 @@ def test_a_file_that_differs_is_kept_unless_forced(run: Path) -> None:
     assert mine.read_text() == "mine"
     assert export(run, "compose", "--force").returncode == 0
     assert mine.read_text() != "mine"
+
+
+def test_a_command_in_a_comment_can_be_pasted(run: Path, checkpoint: Path) -> None:
+    text = (exported(run, "kubernetes") / "model-volume.yaml").read_text()
+    (copy,) = [line for line in text.splitlines() if "kubectl cp " in line]
+    assert shlex.split(copy.removeprefix("# ")) == ["kubectl", "cp", f"{checkpoint}/.", "qserve-int8-loader:/models"]
+    unit = (exported(run, "systemd") / "qserve-int8.service").read_text()
+    assert " && systemctl enable --now qserve-int8.service\n" in unit
 
 
 def test_every_file_says_what_was_measured_and_what_differs(run: Path) -> None:
