@@ -52,6 +52,7 @@ def parse_url(url: str, api_key: str | None = None) -> Address:
     try:
         parts = urlsplit(url.strip())
         host, port = parts.hostname, parts.port
+        (host or "").encode("idna")  # as the look-up of its address does
     except ValueError as error:
         raise UsageError(f"{url!r} is no URL ({error}); write http://HOST:PORT") from error
     if parts.scheme not in ("http", "https") or not host:

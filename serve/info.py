@@ -118,7 +118,8 @@ def base_url(url: str) -> str:
     try:
         parts = urlsplit(url.strip())
         httpx.URL(url.strip())
-        _ = parts.port  # these raise: a bracket left open, a port past 65535
+        (parts.hostname or "").encode("idna")
+        _ = parts.port  # these raise: a bracket left open, an empty label, a port past 65535
     except (ValueError, httpx.InvalidURL) as error:
         raise wrong from error
     if parts.scheme not in ("http", "https") or not parts.hostname:

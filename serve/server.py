@@ -153,7 +153,7 @@ def free_port(host: str, wanted: int) -> int:
             return int(probe.getsockname()[1])
     except PermissionError as error:
         raise UsageError(f"port {wanted} needs root; use --port 8000, or --port 0 for any free one") from error
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter: a name that cannot be one of a host
         holder = _holder(wanted)
         if holder or "in use" in str(error):
             who = f" by {holder}" if holder else ""

@@ -96,7 +96,18 @@ def test_the_servers_own_words_do_not_leak_the_key(monkeypatch: pytest.MonkeyPat
         load_command(fake.url, 1, 1, 16, 4)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://", "", "http://h:99999", "http://u:pw@h"])
+BAD_URLS = [
+    "localhost:8000",
+    "ftp://localhost",
+    "http://",
+    "",
+    "http://h:99999",
+    "http://u:pw@h",
+    "http://u:pw@h:99999",
+]
+
+
+@pytest.mark.parametrize("url", [*BAD_URLS, "http://[::1", "http://a..b"])
 def test_urls_that_cannot_work(url: str) -> None:
     with pytest.raises(UsageError) as caught:
         load_command(url, 1, 1, 16, 4)

@@ -158,7 +158,16 @@ def test_tls_where_there_is_none() -> None:
         probe(url.replace("http:", "https:"))
 
 
-BAD_URLS = ["localhost:8000", "ftp://h", "", "http://u:pw@h", "http://u:pw@h:99999", "http://[::1", "http://h:99999"]
+BAD_URLS = [
+    "localhost:8000",
+    "ftp://h",
+    "",
+    "http://u:pw@h",
+    "http://u:pw@h:99999",
+    "http://[::1",
+    "http://h:99999",
+    "http://a..b",
+]
 
 
 @pytest.mark.parametrize("url", BAD_URLS)
