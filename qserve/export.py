@@ -60,6 +60,8 @@ def export(
     from qserve.workspace import open_workspace
 
     report = read_report(run or open_workspace(workspace).latest_run())
+    if report.quick:
+        raise UsageError(f"{report.run} is a smoke run, whose figures stand for nothing; run `qserve bench` in full")
     if target is Target.systemd and image:
         raise UsageError("--image is for containers; a systemd service runs the environment that was measured")
     _check_words(image, prometheus_url)

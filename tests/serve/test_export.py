@@ -334,6 +334,12 @@ def test_without_a_name_it_is_what_choose_chooses(run: Path) -> None:
     assert "--served-model-name\n    - int8\n" in (run.parent / "chosen" / "compose.yaml").read_text()
 
 
+def test_a_smoke_run_is_refused(run: Path) -> None:
+    refused = export(write(run, json.loads((run / "measurements.json").read_text()) | {"quick": True}), "compose")
+    assert refused.returncode == 2
+    assert "is a smoke run, whose figures stand for nothing" in refused.stderr
+
+
 def test_a_gpu_of_its_own(run: Path, checkpoint: Path) -> None:
     """The CUDA flavour as text: devices, image, and the GPU memory that was shared when it was measured."""
     report = json.loads((run / "measurements.json").read_text())
