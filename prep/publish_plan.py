@@ -5,6 +5,7 @@ one.
 """
 
 import hashlib
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -107,13 +108,13 @@ def same_variant(one: Manifest, other: Manifest) -> bool:
     return (one.variant, one.source_sha256) == (other.variant, other.source_sha256)
 
 
-def write_folder(uploads: tuple[Upload, ...], folder: Path, manifest: Manifest) -> None:
-    """Exactly what would be uploaded, complete or absent. Weights are hard links where that is possible.
+def write_folder(uploads: tuple[Upload, ...], folder: Path) -> None:
+    """Exactly what would be uploaded, complete or absent, in a folder that `check_folder` allows. Weights are hard
+    links where that is possible.
 
     Raises:
-        UsageError: the folder holds something else than an earlier writing of this variant, or takes no files.
+        UsageError: the folder takes no files.
     """
-    _refuse_foreign(folder, manifest)
     try:
         with complete_or_absent(folder.absolute()) as partial:
             for upload in uploads:
@@ -132,11 +133,17 @@ def _write(upload: Upload, target: Path) -> None:
         shutil.copyfile(upload.content, target)
 
 
-def _refuse_foreign(folder: Path, manifest: Manifest) -> None:
+def check_folder(folder: Path, manifest: Manifest) -> None:
+    """Raises UsageError if the folder holds something else than an earlier writing of this variant, or cannot be."""
+    parent = next(path for path in folder.absolute().parents if path.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise UsageError(f"cannot write into {folder}: {parent} takes no files; give another folder")
     if not folder.exists():
         return
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder; give a new one, or an empty one")
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
-    if folder.is_dir() and not there:
+    if not there:
         return
     earlier = read_manifest(folder / MANIFEST_NAME)
     known = {MANIFEST_NAME, CARD, *(entry.name for entry in earlier.files)} if earlier else set()

@@ -45,6 +45,7 @@ def prepare(
         check_variant(name, recipe.variants[name], outline.config, context.machine)
     if any(isinstance(recipe.variants[name], Gguf) for name in names):
         check_llama_cpp_can_be_built(context.machine.flavour)
+    context.digest_of_runtime("llmcompressor")  # a Python of the user's that does not fit is refused here
     with workspace.only_one("prep"):
         model = open_model(recipe, outline, workspace)
         data = data_folder(recipe, model, workspace)

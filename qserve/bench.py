@@ -73,12 +73,6 @@ def run_bench(inputs: Inputs) -> Path:
 
 def _run(inputs: Inputs) -> Path:
     started = time.monotonic()
-    if inputs.recipe.serving.quantization is not None:
-        raise UsageError(
-            "serving.quantization would quantize the bf16 baseline itself; leave it out of a bench, make a variant, or "
-            "use it with `qserve serve` or `qserve race`"
-        )
-    check_lengths(inputs.recipe, read_config(inputs.prepared[0].folder))
     context = _prepare_context(inputs)
     for step in measure(context):
         inputs.say(step)
@@ -88,6 +82,16 @@ def _run(inputs: Inputs) -> Path:
     report.write(context.run / "measurements.json")
     write_report(report, context.run)
     return context.run
+
+
+def check_recipe(recipe: Recipe, baseline: Path) -> None:
+    """Refuse what cannot be measured, before any work. `baseline`: the folder of its checkpoint."""
+    if recipe.serving.quantization is not None:
+        raise UsageError(
+            "serving.quantization would quantize the bf16 baseline itself; leave it out of a bench, make a variant, or "
+            "use it with `qserve serve` or `qserve race`"
+        )
+    check_lengths(recipe, read_config(baseline))
 
 
 def check_lengths(recipe: Recipe, config: Mapping[str, object]) -> None:
@@ -109,8 +113,6 @@ def _prepare_context(inputs: Inputs) -> Context:
     count = 1 if inputs.quick else inputs.recipe.quality.windows
     windows = tuple(tuple(w) for w in json.loads((inputs.data / "quality.json").read_text())[:count])
     engines, together = _engines(inputs, read_config(inputs.prepared[0].folder))
-    run = _run_folder(inputs, engines)
-    references = dict(_references(inputs, windows, run))
     stream = np.load(inputs.data / "load.npy")
     if len(stream) < 4 * inputs.recipe.bench.prompt_tokens:
         raise UsageError(
@@ -118,6 +120,8 @@ def _prepare_context(inputs: Inputs) -> Context:
             "give bench a larger dataset, or more rows"
         )
     prompts = Prompts(stream, parts.bos_token_id)
+    run = _run_folder(inputs, engines)
+    references = dict(_references(inputs, windows, run))
     return Context(inputs, run, _arms(inputs, engines), windows, parts, prompts, references, together)
 
 

@@ -85,8 +85,8 @@ def bench(
 
     Each one is served; quality, memory, throughput and latency go into a report.
     """
-    from qserve.bench import changed_recipe, quick_recipe, run_bench
-    from qserve.engines import choose_engines, install_engine
+    from qserve.bench import changed_recipe, check_recipe, quick_recipe, run_bench
+    from qserve.engines import choose_engines, install_engine, refuse
     from qserve.eval.findings import findings
     from qserve.eval.report import read_report
     from qserve.machine import look
@@ -102,6 +102,9 @@ def bench(
     parsed = changed_recipe(load_recipe(path), changes, windows)
     names = _only(parsed, only)
     engines = choose_engines(engine or (), parsed, names)
+    for name in engines:
+        refuse(name, parsed.serving, machine)
+    check_recipe(parsed, find_prepared(parsed, space, ())[0].folder)
     data = ensure_data(parsed, space, say)
     prepared = find_prepared(parsed, space, names)
     inputs = Inputs(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qserve.app import WorkspaceOption, app, say
-from qserve.errors import UsageError
+from qserve.errors import PreflightError, UsageError
 
 if TYPE_CHECKING:
     from qserve.artifacts import Report, VariantResult
@@ -67,9 +67,11 @@ def export(
     _check_words(image, prometheus_url)
     demands = _wishes(report, slo)
     wishes = Wishes(name, image, _repo(model_repo, target), port, max_replicas, kv_cache_gib, demands.slo)
-    result = _result(report, variant or chosen(report, demands, "export"))
+    result = _result(report, chosen(report, demands, "export") if variant is None else variant)
     deployment = plan_deployment(report, result, wishes)
     _check_checkpoint(deployment, target)
+    if kv_cache_gib is not None:
+        _check_memory(deployment, report, target)
     for change in deployment.changes:
         say(f"not as measured: {change}")
     for path in _write(out, _files(deployment, target, prometheus_url), force):
@@ -148,6 +150,16 @@ def _check_checkpoint(deployment: "Deployment", target: Target) -> None:
         raise UsageError(f"{deployment.folder} holds the checkpoint of {found}, not of {deployment.model}")
     if target is Target.systemd and not os.access(deployment.python, os.X_OK):
         raise UsageError(f"the measured environment {deployment.python} is not here; run `qserve runtimes build vllm`")
+
+
+def _check_memory(deployment: "Deployment", report: "Report", target: Target) -> None:
+    """Compose and systemd run on the measured machine; a cluster may have larger ones, and is told what it needs."""
+    from qserve.serve.deployment import beyond
+
+    if problem := beyond(deployment, report.machine):
+        if target in (Target.compose, Target.systemd):
+            raise PreflightError(f"{target} deploys on the measured machine: {problem}")
+        say(f"a node needs that much memory free: {problem}")
 
 
 def _write(folder: Path, files: dict[str, str], force: bool) -> list[Path]:

@@ -137,7 +137,10 @@ def adopt_llama_server(name: str) -> tuple[Path, str]:
     try:
         version = version_of(path)
     except ValueError as error:
-        raise UsageError(f"serving.llama_server: {path} is no llama-server that works: {error}") from None
+        raise UsageError(
+            f"serving.llama_server: {path} is no llama-server that works: {error}; give the path of one, or leave the "
+            "field out"
+        ) from None
     return path, digest_of([version, sha256_file(path)])
 
 
@@ -151,8 +154,7 @@ def version_of(program: Path) -> str:
     # "version: 11434 (b0a2feb6)", later "version: 0.6.0 (build 11434, commit b0a2feb6)"
     match = re.search(r"^version: (?:.*\bbuild )?(\d+)\b", said, re.MULTILINE)
     if done.returncode != 0 or match is None:
-        line = next(iter(said.strip().splitlines()), "nothing")
-        raise ValueError(f"--version gave {line[:100]!r}, code {done.returncode}")
+        raise ValueError(f"--version named no build of llama.cpp, and ended with code {done.returncode}")
     return match[1]
 
 

@@ -155,14 +155,17 @@ def _terms(recipe: "Recipe", prepared: "Prepared", wishes: Wishes) -> "tuple[Lic
 def _publish_one(candidate: Candidate, wishes: Wishes) -> Iterator[tuple[str, str]]:
     if candidate.objections and not wishes.force:
         raise PreflightError(_refusal(candidate))
+    _check_place(candidate, wishes, wishes.dry_run)
     yield candidate.prepared.variant, _deliver(candidate, wishes, wishes.dry_run)
 
 
 def _publish_all(recipe: "Recipe", found: tuple[Candidate, ...], wishes: Wishes) -> Iterator[tuple[str, str]]:
     """Those that nothing speaks against, and their collection. Raises PreflightError for the others, at the end."""
     fit = [one for one in found if wishes.force or not one.objections]
-    for one in fit:
-        folder = wishes.dry_run / one.prepared.variant if wishes.dry_run else None
+    places = [(one, wishes.dry_run / one.prepared.variant if wishes.dry_run else None) for one in fit]
+    for one, folder in places:
+        _check_place(one, wishes, folder)
+    for one, folder in places:
         yield one.prepared.variant, _deliver(one, wishes, folder)
     if fit and not wishes.dry_run:
         from qserve.prep.publish import collect
@@ -180,19 +183,29 @@ def _refusal(candidate: Candidate) -> str:
     return f"{name} is not published: {name} {reasons}; --force publishes it all the same"
 
 
+def _check_place(candidate: Candidate, wishes: Wishes, folder: Path | None) -> None:
+    """Whether nothing else is there, before the weights are read."""
+    from qserve.prep import publish_plan
+
+    if folder is not None:
+        publish_plan.check_folder(folder, candidate.prepared.manifest)
+        return
+    from qserve.prep import publish as hub
+
+    hub.look_at_repo(_target(candidate, wishes), candidate.prepared.manifest)
+
+
 def _deliver(candidate: Candidate, wishes: Wishes, folder: Path | None) -> str:
     """Write the folder of a dry run, or upload; returns where it is now."""
     from qserve.prep import publish_plan
 
     manifest = candidate.prepared.manifest
     if folder is not None:
-        publish_plan.write_folder(_files(candidate, wishes), folder, manifest)
+        publish_plan.write_folder(_files(candidate, wishes), folder)
         return str(folder)
     from qserve.prep import publish as hub
 
-    target = _target(candidate, wishes)
-    hub.look_at_repo(target, manifest)
-    return hub.upload(target, manifest, _files(candidate, wishes))
+    return hub.upload(_target(candidate, wishes), manifest, _files(candidate, wishes))
 
 
 def _target(candidate: Candidate, wishes: Wishes) -> "Target":

@@ -13,7 +13,6 @@ import numpy as np
 
 from qserve import __version__
 from qserve.artifacts import DataParts
-from qserve.bench import check_lengths
 from qserve.engines import Installed, engine_for, engine_name, install_engine, open_engine, unservable
 from qserve.errors import UsageError
 from qserve.eval.load import LabelledRecord, Request, write_requests
@@ -61,6 +60,9 @@ def choose_entries(asked: Sequence[str], recipe: Recipe) -> tuple[tuple[EngineNa
 
 def _entry(text: str, recipe: Recipe) -> tuple[EngineName, str]:
     word, _, variant = text.partition(":")
+    row, at, engine = word.partition("@")
+    if at:
+        raise UsageError(f"--engine {text} is a row of a report; a race names the engine first: {engine}:{row}")
     name = engine_name(word)
     chosen = variant or _first_servable(name, recipe) or BASELINE
     engine_for(recipe.variant(chosen), name, recipe)  # raises where it cannot be
@@ -92,7 +94,6 @@ def run_race(inputs: Inputs) -> Path:
 
 def _run(inputs: Inputs) -> Path:
     started = time.monotonic()
-    check_lengths(inputs.recipe, read_config(_baseline(inputs).folder))
     engines = tuple((entry, _open(inputs, entry, installed)) for entry, installed in inputs.entries)
     course = _course(inputs, _run_folder(inputs, engines))
     for number in range(PASSES):

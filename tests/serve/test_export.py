@@ -265,6 +265,8 @@ def test_every_metric_is_one_that_vllm_has(run: Path, name: str) -> None:
     ("variant", "more", "code", "says"),
     [
         ("int9", (), 2, "did you mean int8?"),
+        ("int8@vllm", (), 2, "did you mean int8?"),
+        ("", (), 2, "no variant ''"),
         ("fp8", (), 3, "fp8 was not measured in run 20261130-161948-6bea5660a9c5"),
         ("int8", ("--slo", "ttft_p95=0.1"), 3, "met the SLO at no measured concurrency"),
         ("int8", ("--slo", "ttft=1"), 2, "did you mean one of"),
@@ -314,6 +316,41 @@ def test_every_file_says_what_was_measured_and_what_differs(run: Path) -> None:
     assert documents(folder / "kubernetes.yaml")["Service"]["metadata"]["name"] == "my-chat-bot"  # type: ignore[index]
 
 
+def test_a_kv_cache_beyond_the_measured_machine(run: Path) -> None:
+    """It has 23.5 GiB; with 3 GiB of KV cache a server took 4.9. A cluster may have larger nodes, and is told."""
+    assert export(run, "compose", "--kv-cache-gib", "21").returncode == 0
+    for target in ("compose", "systemd"):
+        done = export(run, target, "--kv-cache-gib", "22", "--force")
+        assert (done.returncode, done.stdout) == (3, "")
+        assert (
+            "may use 24.5 GiB of memory, and the measured machine has 23.5 GiB: there --kv-cache-gib may be 21 at "
+            in (done.stderr)
+        )
+    for target in ("kubernetes", "kserve"):
+        done = export(run, target, "--kv-cache-gib", "100")
+        assert done.returncode == 0
+        assert (
+            "a node needs that much memory free: with a KV cache of 100 GiB a server may use 102.5 GiB" in done.stderr
+        )
+        assert "memory: 104960Mi" in (run.parent / target / f"{target}.yaml").read_text()
+
+
+def test_a_checkpoint_under_two_engines_is_named_by_its_row(run: Path) -> None:
+    report = json.loads((run / "measurements.json").read_text())
+    (int8,) = (v for v in report["variants"] if v["name"] == "int8")
+    under = json.loads(json.dumps(int8)) | {"name": "int8@vllm"}
+    int8["server"]["engine"] = "transformers"
+    write(run, report)
+    assert (
+        "int8 was served by transformers, and only vLLM is exported; measure it with `qserve bench --engine vllm`"
+        in (export(run, "compose").stderr)
+    )
+    report["variants"].append(under)
+    write(run, report)
+    assert "vLLM's row of it is int8@vllm" in export(run, "compose").stderr
+    assert export(run, "compose", variant="int8@vllm").returncode == 0
+
+
 def unnamed(run: Path) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "qserve.cli", "export", "--for", "compose", "--out", str(run.parent / "chosen")]
     return subprocess.run([*command, "--run", str(run)], capture_output=True, text=True, check=False)
@@ -347,7 +384,9 @@ def test_a_gpu_of_its_own(run: Path, checkpoint: Path) -> None:
     (int8,) = (v for v in report["variants"] if v["name"] == "int8")
     int8["server"]["env"] = {"HF_HUB_OFFLINE": "1"}
     int8["server"]["command"] += ["--gpu-memory-utilization", "0.45"]
-    folder = exported(write(run, report), "compose")
+    refused = export(write(run, report), "compose", "--kv-cache-gib", "4")
+    assert (refused.returncode, refused.stdout) == (2, "") and "--kv-cache-gib is for CPUs" in refused.stderr
+    folder = exported(run, "compose")
     vllm = yaml.safe_load((folder / "compose.yaml").read_text())["services"]["vllm"]
     assert vllm["image"] == "vllm/vllm-openai:v0.32.0"
     assert vllm["command"][vllm["command"].index("--gpu-memory-utilization") + 1] == "0.9"

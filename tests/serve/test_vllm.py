@@ -60,6 +60,17 @@ def test_a_length_that_does_not_fit_says_which_does() -> None:
         vllm.choose_settings(tall, SMOLLM2, ZEN4, room())
 
 
+@pytest.mark.parametrize(("servers", "fits"), [(1, 19), (2, 9)])
+def test_a_kv_cache_beyond_the_memory_says_what_fits(servers: int, fits: int) -> None:
+    """20 GiB free, and 0.25 GiB of weights in each server."""
+    most = vllm.choose_settings(Serving(kv_cache_gib=fits), SMOLLM2, ZEN4, room(servers))
+    assert most.kv_cache_bytes == fits * GIB
+    said = rf"kv_cache_gib is {fits + 1}, and of the memory .*20\.0 GiB\) {fits} fit beside the weights"
+    with pytest.raises(PreflightError, match=said):
+        vllm.choose_settings(Serving(kv_cache_gib=fits + 1), SMOLLM2, ZEN4, room(servers))
+    assert vllm.choose_settings(Serving(kv_cache_gib=100), SMOLLM2, H100, room()).kv_cache_bytes is None
+
+
 def test_no_memory_no_server() -> None:
     with pytest.raises(PreflightError, match=r"0\.00 GiB is available"):
         vllm.choose_settings(Serving(), SMOLLM2, ZEN4, room(free=3 * GIB))
