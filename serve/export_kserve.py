@@ -3,23 +3,11 @@
 KServe scales by KEDA there: https://kserve.github.io/website/docs/model-serving/generative-inference/autoscaling
 """
 
-from qserve.serve.deployment import MODULE, Deployment
-from qserve.serve.export_container import container_args, container_notes
+from qserve.serve.deployment import Deployment
+from qserve.serve.export_container import container_notes
 from qserve.serve.export_dashboard import dashboard
 from qserve.serve.export_monitoring import alert_rules, scrape_pods, selector
-from qserve.serve.export_pod import (
-    LEAVE_FIRST,
-    LOCKED,
-    POD_SECURITY,
-    SCRATCH_MOUNTS,
-    SCRATCH_VOLUMES,
-    grace_s,
-    pod_env,
-    probes,
-    resources,
-    run_target,
-    wait_target,
-)
+from qserve.serve.export_pod import POD_SECURITY, SCRATCH_VOLUMES, container, grace_s, run_target, wait_target
 from qserve.serve.export_text import Plain, head, to_yaml
 from qserve.serve.export_volume import claim, model_volume
 
@@ -48,22 +36,9 @@ def kserve(deployment: Deployment, prometheus_url: str) -> dict[str, str]:
 
 
 def _runtime(deployment: Deployment) -> Plain:
-    container: Plain = {
-        "name": "kserve-container",  # the name that KServe looks for
-        "image": deployment.image,
-        "command": ["python3", "-m", MODULE],
-        "args": list(container_args(deployment, MOUNTED)),
-        "env": pod_env(deployment),
-        "ports": [{"name": "http", "containerPort": deployment.port, "protocol": "TCP"}],
-        "resources": resources(deployment),
-        **probes(deployment),
-        "lifecycle": LEAVE_FIRST,
-        "securityContext": LOCKED,
-        "volumeMounts": SCRATCH_MOUNTS,
-    }
     spec: Plain = {
         "supportedModelFormats": [{"name": FORMAT, "version": "1", "autoSelect": False}],
-        "containers": [container],
+        "containers": [container(deployment, "kserve-container", MOUNTED)],  # the name that KServe looks for
         "volumes": SCRATCH_VOLUMES,
     }
     return {

@@ -7,22 +7,19 @@ the adapter this Deployment still runs, and only does not scale.
 
 import math
 
-from qserve.serve.deployment import MODULE, Deployment
-from qserve.serve.export_container import container_args, container_notes
+from qserve.serve.deployment import Deployment
+from qserve.serve.export_container import container_notes
 from qserve.serve.export_dashboard import dashboard
 from qserve.serve.export_monitoring import alert_rules, scrape_pods
 from qserve.serve.export_pod import (
     HOME,
-    LEAVE_FIRST,
     LOCKED,
     MODEL_PATH,
     POD_SECURITY,
     SCRATCH_MOUNTS,
     SCRATCH_VOLUMES,
+    container,
     grace_s,
-    pod_env,
-    probes,
-    resources,
     run_target,
     wait_target,
 )
@@ -105,19 +102,8 @@ def _pod(deployment: Deployment) -> Plain:
 
 
 def _container(deployment: Deployment) -> Plain:
-    return {
-        "name": "vllm",
-        "image": deployment.image,
-        "command": ["python3", "-m", MODULE],
-        "args": list(container_args(deployment, MODEL_PATH)),
-        "env": pod_env(deployment),
-        "ports": [{"name": "http", "containerPort": deployment.port}],
-        "resources": resources(deployment),
-        **probes(deployment),
-        "lifecycle": LEAVE_FIRST,
-        "securityContext": LOCKED,
-        "volumeMounts": [{"name": "model", "mountPath": MODEL_PATH, "readOnly": True}, *SCRATCH_MOUNTS],
-    }
+    mounts = [{"name": "model", "mountPath": MODEL_PATH, "readOnly": True}, *SCRATCH_MOUNTS]
+    return {**container(deployment, "vllm", MODEL_PATH), "volumeMounts": mounts}
 
 
 def _volumes(deployment: Deployment) -> list[Plain]:

@@ -2,8 +2,8 @@
 
 import math
 
-from qserve.serve.deployment import Deployment
-from qserve.serve.export_container import container_env
+from qserve.serve.deployment import MODULE, Deployment
+from qserve.serve.export_container import container_args, container_env
 from qserve.serve.export_text import Plain
 
 LEAVE_S = 10  # a pod that stops is still sent requests until every proxy has heard of it
@@ -14,7 +14,6 @@ POD_SECURITY: Plain = {
     "runAsNonRoot": True, "runAsUser": USER_ID, "runAsGroup": USER_ID, "fsGroup": USER_ID,
     "seccompProfile": {"type": "RuntimeDefault"},
 }  # fmt: skip
-LEAVE_FIRST: Plain = {"preStop": {"exec": {"command": ["sleep", str(LEAVE_S)]}}}
 LOCKED: Plain = {
     "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
 }  # fmt: skip
@@ -35,7 +34,7 @@ def grace_s(deployment: Deployment) -> int:
     return LEAVE_S + deployment.drain_s + 20
 
 
-def pod_env(deployment: Deployment) -> list[Plain]:
+def _env(deployment: Deployment) -> list[Plain]:
     """The measured environment; on a CPU as many threads as were measured, not bound; HOME where a user may write."""
     env = container_env(deployment) | {"HOME": HOME, "USER": "vllm"}  # torch asks for the user's name
     if not deployment.cuda:
@@ -43,7 +42,24 @@ def pod_env(deployment: Deployment) -> list[Plain]:
     return [{"name": name, "value": value} for name, value in env.items()]
 
 
-def resources(deployment: Deployment) -> Plain:
+def container(deployment: Deployment, name: str, model_path: str) -> Plain:
+    """vLLM with the measured settings, and the places where it may write; the model is mounted at `model_path`."""
+    return {
+        "name": name,
+        "image": deployment.image,
+        "command": ["python3", "-m", MODULE],
+        "args": list(container_args(deployment, model_path)),
+        "env": _env(deployment),
+        "ports": [{"name": "http", "containerPort": deployment.port, "protocol": "TCP"}],
+        "resources": _resources(deployment),
+        **_probes(deployment),
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(LEAVE_S)]}}},
+        "securityContext": LOCKED,
+        "volumeMounts": SCRATCH_MOUNTS,
+    }
+
+
+def _resources(deployment: Deployment) -> Plain:
     """The measured cores and memory, or GPUs; requests and limits are the same, so that nothing is squeezed."""
     amounts: Plain = {}
     if deployment.cuda:
@@ -55,7 +71,7 @@ def resources(deployment: Deployment) -> Plain:
     return {"requests": dict(amounts), "limits": dict(amounts)}
 
 
-def probes(deployment: Deployment) -> Plain:
+def _probes(deployment: Deployment) -> Plain:
     """The start may take three times what was measured; then a server that is silent for a minute is started again."""
     get: Plain = {"httpGet": {"path": "/health", "port": "http"}, "timeoutSeconds": 5}
     return {
