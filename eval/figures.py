@@ -2,6 +2,7 @@
 
 import math
 
+from qserve import rounding
 from qserve.artifacts import Estimate, Ratio
 from qserve.eval.compare import t_95
 
@@ -17,13 +18,8 @@ def margin(se: float | None, windows: int) -> float | None:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """`digits` significant digits, all of the integer part, thousands with commas: 0.0121, 46.2, 1,234."""
-    if not math.isfinite(value):
-        return UNKNOWN
-    if value == 0:
-        return "0"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{decimals}f}"
+    """As of `rounding.significant`; `unknown` where it is not finite."""
+    return rounding.significant(value, digits) if math.isfinite(value) else UNKNOWN
 
 
 def ratio(value: float) -> str:
@@ -57,10 +53,8 @@ def estimate(item: Estimate | None, scale: float = 1.0, unit: str = "") -> str:
 
 
 def size(value_bytes: int | None) -> str:
-    """Decimal megabytes, gigabytes from 10 GB on."""
-    if value_bytes is None:
-        return UNKNOWN
-    return f"{significant(value_bytes / 1e9)} GB" if value_bytes >= 1e10 else f"{significant(value_bytes / 1e6)} MB"
+    """Decimal megabytes, gigabytes from 1 GB on."""
+    return UNKNOWN if value_bytes is None else rounding.size(value_bytes)
 
 
 def duration(value_s: float | None) -> str:

@@ -25,6 +25,7 @@ from qserve.prep.schemes import (
 from qserve.prep.shapes import fitting_group_sizes, linear_shapes
 from qserve.prep.source import Config, Outline
 from qserve.recipe import Recipe
+from qserve.rounding import size
 from qserve.variants import (
     Awq,
     Fp8,
@@ -109,7 +110,7 @@ def check_disk(outline: Outline, variants: Mapping[str, QuantizedVariant], works
     free = free_bytes(workspace.root)
     if need > free:
         raise PreflightError(
-            f"{workspace.root} has {free / 1e9:.1f} GB free and the checkpoints take about {need / 1e9:.1f} GB; "
+            f"{workspace.root} has {size(free)} free and the checkpoints take about {size(need)}; "
             "free some, or put the workspace elsewhere with --workspace"
         )
 
@@ -131,9 +132,9 @@ def check_memory(recipe: Recipe, outline: Outline, variants: Mapping[str, Quanti
             fit = (machine.memory_bytes - weights - SPARE_BYTES) // each if each else 0
             remedy = f"at most {fit} such samples fit" if fit > 0 else "its weights alone do not fit"
             raise PreflightError(
-                f"{name}: needs about {need / 1e9:.1f} GB of memory ({weights / 1e9:.1f} GB weights, "
+                f"{name}: needs about {size(need)} of memory ({size(weights)} weights, "
                 f"{samples} samples of {recipe.calibration.tokens} tokens), and this machine has "
-                f"{machine.memory_bytes / 1e9:.1f} GB; {remedy}"
+                f"{size(machine.memory_bytes)}; {remedy}"
             )
 
 

@@ -47,6 +47,7 @@ from qserve.prep.publish_plan import (
     read_manifest,
     same_variant,
 )
+from qserve.rounding import size
 from qserve.uvrun import Say
 
 WAITS_S = (1.0, 4.0)  # before a second and a third try
@@ -211,8 +212,8 @@ def _send(target: Target, manifest: Manifest, files: tuple[Upload, ...]) -> None
     additions = [CommitOperationAdd(file.name, file.content) for file in sorted(todo.send, key=_large_first)]
     large = [one for one in additions if one.upload_info.size >= AHEAD_BYTES]
     for n, one in enumerate(large, 1):
-        size = f"{one.upload_info.size / 1e6:,.1f} MB"
-        target.say(f"{target.repo}: {one.path_in_repo} ({size}), {n} of {len(large)} large files")
+        large_file = f"{one.path_in_repo} ({size(one.upload_info.size)})"
+        target.say(f"{target.repo}: {large_file}, {n} of {len(large)} large files")
         HfApi().preupload_lfs_files(target.repo, additions=[one], free_memory=False)
     target.say(f"{target.repo}: {len(additions) - len(large)} small files, and the commit")
     _commit(target, additions, todo, state.head)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from qserve.rounding import size
 from qserve.uvrun import Build, need_disk
 
 STATE_NAME = "runtime.json"
@@ -55,7 +56,7 @@ def build_once(thing: Thing, build: Build, fill: Callable[[Path], dict[str, str]
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    build.say(f"built {build.label} in {state.build_s:.0f} s ({state.size_bytes / 1e9:.1f} GB)")
+    build.say(f"built {build.label} in {state.build_s:.0f} s ({size(state.size_bytes)})")
     return state
 
 

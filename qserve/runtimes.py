@@ -22,6 +22,7 @@ from qserve.built import STATE_NAME, Thing, build_once, read_state
 from qserve.errors import RuntimeBuildError, UsageError
 from qserve.machine import look
 from qserve.packages import fetch_package_file as fetch_package_file
+from qserve.rounding import size
 from qserve.runtime_spec import (
     ALWAYS,
     FLAVOURS,
@@ -93,7 +94,7 @@ def adopt(spec: Spec, python: Path) -> Runtime:
     Raises:
         UsageError: it does not work.
     """
-    python = python.expanduser()
+    python = Path(os.path.expanduser(python))
     try:
         packages = check(spec, python, write_bytecode=False)
     except Unfit as problem:
@@ -237,7 +238,7 @@ def _user_of(folder: Path) -> int | None:
 
 
 def _line(info: RuntimeInfo) -> str:
-    return f"{info.name}  {info.digest}  {info.size_bytes / 1e9:.1f} GB  built {info.built}  {info.status}"
+    return f"{info.name}  {info.digest}  {size(info.size_bytes)}  built {info.built}  {info.status}"
 
 
 def _versions(runtime: Runtime) -> str:

@@ -15,6 +15,7 @@ import uv
 from qserve.errors import RuntimeBuildError
 from qserve.jobs import kill_group
 from qserve.pipconf import UvSettings, uv_settings
+from qserve.rounding import size
 from qserve.workspace import free_bytes
 
 Say = Callable[[str], None]
@@ -58,8 +59,14 @@ def building(label: str, log: Path, say: Say) -> Iterator[Build]:
     The lock is the kernel's (flock): it goes with the process that holds it, however that ends. uv inherits it, so that
     nobody starts anew beside a uv whose parent was killed.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.with_suffix(".lock").open("a") as lock:
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        opened = log.with_suffix(".lock").open("a")
+    except OSError as error:
+        raise RuntimeBuildError(
+            f"{label} cannot be built in {log.parent} ({error.strerror}); set QSERVE_CACHE to a folder that takes files"
+        ) from error
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -76,7 +83,7 @@ def need_disk(folder: Path, need_bytes: int, label: str) -> None:
     free = free_bytes(folder)
     if free < need_bytes:
         raise RuntimeBuildError(
-            f"{label} needs about {need_bytes / 1e9:.0f} GB in {folder} and {free / 1e9:.1f} GB is free: "
+            f"{label} needs about {size(need_bytes)} in {folder} and {size(free)} is free: "
             "free some, or set QSERVE_CACHE to a folder on a larger disk"
         )
 

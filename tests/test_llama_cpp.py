@@ -77,10 +77,11 @@ def test_it_is_among_the_runtimes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (folder / "bin").mkdir(parents=True)
     program(folder / "bin" / "llama-server", "echo 'version: 11434 (x)'")
     (folder / "runtime.json").write_text(
-        '{"name": "llama.cpp-cpu", "digest": "d", "packages": {"llama.cpp": "11434"}, "size_bytes": 1, "built": "now", '
-        '"build_s": 1}'
+        '{"name": "llama.cpp-cpu", "digest": "d", "packages": {"llama.cpp": "11434"}, "size_bytes": 38123456, '
+        '"built": "now", "build_s": 1}'
     )
     assert [(info.name, info.status) for info in list_runtimes()] == [("llama.cpp-cpu", "current")]
+    assert "  38.1 MB  built now" in next(iter(runtimes_command("list", "llama.cpp", print)))
     monkeypatch.setenv("QSERVE_FLAVOUR", "cpu")
     assert "works: llama.cpp-cpu" in "".join(runtimes_command("check", "llama.cpp", print))
     assert "build 11434" in "".join(runtimes_command("build", "llama.cpp", print))

@@ -171,7 +171,7 @@ def test_a_runtime_that_cannot_import_is_not_kept(place: Path) -> None:
 
 
 def test_too_little_disk_is_said_before_anything_is_fetched(place: Path) -> None:
-    with pytest.raises(RuntimeBuildError, match=r"needs about 1000000 GB in .*QSERVE_CACHE"):
+    with pytest.raises(RuntimeBuildError, match=r"needs about 1,000,000 GB in .*QSERVE_CACHE"):
         need_disk(place, 10**15, "runtime tiny")
 
 
@@ -244,6 +244,7 @@ def test_listed_stale_when_no_lock_asks_for_it_and_removed_when_nobody_runs_it(p
     assert info.size_bytes > 1000 and info.built.endswith("Z")
     (line,) = runtimes_command("list", None, silent)
     assert line.startswith("tiny  ") and line.endswith("stale")
+    assert " MB  built " in line
 
     user = subprocess.Popen([runtime.python, "-c", "import time; time.sleep(60)"])
     try:
