@@ -54,6 +54,14 @@ def test_two_servers_share_what_one_would_have() -> None:
     assert vllm.choose_settings(Serving(), SMOLLM2, H100, room(1)).memory_share == 0.9
 
 
+def test_two_servers_of_the_quickstart_fit_into_ten_gib() -> None:
+    """As README.md says."""
+    serving = Serving(max_model_len=2048)
+    assert vllm.choose_settings(serving, SMOLLM2, ZEN4, room(2, int(10.05 * GIB))).kv_cache_bytes == GIB
+    with pytest.raises(PreflightError, match="no room for the KV cache"):
+        vllm.choose_settings(serving, SMOLLM2, ZEN4, room(2, int(9.95 * GIB)))
+
+
 def test_a_length_that_does_not_fit_says_which_does() -> None:
     tall = Serving(max_model_len=100_000, kv_cache_gib=1, dtype="bfloat16")
     with pytest.raises(PreflightError, match=r"needs 2\.15 GiB.*1\.00 GiB is available.*at most 46603"):
