@@ -24,6 +24,8 @@ def findings(report: Report) -> tuple[str, ...]:
 
 def headline(report: Report) -> str:
     """One sentence: what was found, at which concurrency, on which machine."""
+    if not report.variants:
+        return _alone(report)
     if report.quick:
         return _smoke(report)
     if report.baseline.status != "measured":
@@ -80,6 +82,18 @@ def machine_words(machine: Machine) -> str:
 
 
 # --- the headline's parts ----------
+def _alone(report: Report) -> str:
+    """Speed is measured in pairs, so without a variant there is none."""
+    base = report.baseline
+    if base.status != "measured":
+        return f"No variant was asked for, and bf16 itself {_state(base)}."
+    known = f" (perplexity {figures.estimate(base.quality.perplexity)})" if base.quality else ""
+    return (
+        f"bf16 alone was served and scored{known}; with no variant beside it there is no speed to tell and nothing to "
+        "choose from."
+    )
+
+
 def _smoke(report: Report) -> str:
     served = [v.name for v in report.variants if v.status == "measured"]
     lost = [f"{v.name} {_state(v)}" for v in (report.baseline, *report.variants) if v.status != "measured"]

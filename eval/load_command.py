@@ -22,6 +22,7 @@ from qserve.eval.null_server import null_server
 from qserve.eval.records import Request, Target
 from qserve.eval.slot import request_bytes
 from qserve.eval.summary import summarize
+from qserve.limits import DRAWN_TOKENS
 
 ID_RANGE = (100, 10_000)  # past the special tokens, and inside every vocabulary in use
 ANSWER_TIMEOUT_S = 600.0
@@ -96,6 +97,11 @@ def load_command(
     if requests < concurrency:
         raise UsageError(
             f"{requests} requests cannot keep {concurrency} in flight; ask for at least {concurrency} requests"
+        )
+    if requests * prompt_tokens > DRAWN_TOKENS:
+        raise UsageError(
+            f"{requests:,} requests with prompts of {prompt_tokens:,} tokens are more than the {DRAWN_TOKENS:,} tokens "
+            "that this client holds; ask for fewer requests or shorter prompts"
         )
     shape = Shape(requests, prompt_tokens, output_tokens)
     if self_test:

@@ -7,6 +7,7 @@ from qserve.artifacts import Report
 from qserve.decision import More
 from qserve.eval.settle import PAIRS_FIRST, Need, Settled
 from qserve.eval.table import concurrencies
+from qserve.limits import PAIRS, RECORDS
 from qserve.variants import BASELINE
 from qserve.wishes import Wishes
 
@@ -16,24 +17,33 @@ def more(report: Report, wishes: Wishes, settled: Settled) -> More | None:
     needs = settled.needs
     if not needs:
         return None
-    pairs = max((n for need in needs if (n := _pairs(report, wishes, settled, need))), default=None)
-    windows = max((need.windows for need in needs if need.windows), default=None)
+    pairs = max((min(n, PAIRS) for need in needs if (n := _pairs(report, wishes, settled, need))), default=None)
+    windows = max((min(need.windows, RECORDS) for need in needs if need.windows), default=None)
     concurrency = next((need.concurrency for need in needs if need.concurrency), None)
     lengths = next((need.lengths for need in needs if need.lengths), (None, None))
     if report.quick:
         pairs = None
     elif wishes.traffic.concurrency and len(concurrencies(report)) > 1:
         concurrency = wishes.traffic.concurrency  # the others would be measured for nothing
-    options: list[str] = []
+    options = [*_only(report, settled), *_engines(report, settled)]
+    numbers: list[str] = []
     for name, value in (("--pairs", pairs), ("--windows", windows), ("--concurrency", concurrency),
                         ("--prompt-tokens", lengths[0]), ("--output-tokens", lengths[1])):  # fmt: skip
-        options += [name, str(value)] if value else []
-    options += [*_only(report, settled), *_engines(report, settled)]
-    command = shlex.join(["qserve", "bench", report.recipe_file, *options])
+        numbers += [name, str(value)] if value else []
+    own = {"--engine"} if report.variants else {"--engine", "--only"}  # bf16 alone leaves the question as it is
+    kept = _kept(report, {*options, *numbers, *own})
+    command = shlex.join(["qserve", "bench", report.recipe_file, *kept, *numbers, *options])
     return More(
         why=tuple(need.why for need in needs), command=command, pairs=pairs, windows=windows, concurrency=concurrency,
         loads_s=_loads_s(report, settled, pairs, concurrency),
     )  # fmt: skip
+
+
+def _kept(report: Report, replaced: set[str]) -> list[str]:
+    """The run's own options that still hold: the new run has the same traffic. All but --quick have a value."""
+    words = [word for word in report.options or () if word != "--quick"]
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return [word for name, value in pairs if name not in replaced for word in (name, value)]
 
 
 def _loads_s(report: Report, settled: Settled, pairs: int | None, concurrency: int | None) -> float | None:

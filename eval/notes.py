@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 
 import yaml
 
@@ -46,7 +47,7 @@ DEFINITIONS = (
     ),
     ("Top-1 as bf16", "Share of positions at which the variant's most likely token is bf16's."),
     ("±", "One standard error, between windows of text."),
-    ("Disk", "Weight files, in decimal megabytes (1 MB = 1,000,000 bytes)."),
+    ("Disk", "Weight files, in decimal units (1 MB = 1,000,000 bytes)."),
     ("Loaded weights", "Bytes of weights in the server, from its log."),
     ("KV cache", "What the server sets aside for keys and values: a reservation, shown apart from what is used."),
     (
@@ -165,6 +166,11 @@ def commands(report: Report) -> tuple[tuple[str, str], ...]:
 
 
 def reproduce(report: Report) -> str:
+    """The commands that make this run again."""
+    if report.options is not None:
+        only = [word for pair in pairwise(report.options) if pair[0] == "--only" for word in pair]
+        prep = ["qserve", "prep", report.recipe_file, *only]
+        return f"{shlex.join(prep)} && {shlex.join(['qserve', 'bench', report.recipe_file, *report.options])}"
     recipe = shlex.quote(report.recipe_file)
     quick = " --quick" if report.quick else ""
     used = engines(report)

@@ -24,11 +24,14 @@ class Chart:
     drawing: Safe | None
 
 
+NO_LOAD = Chart("Speed", "Not drawn: no load was measured.", None)
 NO_QUALITY = Chart("Quality and speed", "Not drawn: no variant has both a KL and a valid ratio to bf16.", None)
 
 
 def charts(report: Report) -> tuple[Chart, ...]:
     loads = concurrencies(report)
+    if not loads:
+        return (NO_LOAD, memory(report))
     drawn = [chart for c in loads if (chart := quality_and_speed(report, c)).drawing]
     quality = (drawn[0], drawn[-1]) if len(drawn) > 1 else tuple(drawn) or (NO_QUALITY,)
     return (throughput(report), first_token(report), *quality, memory(report))

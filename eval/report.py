@@ -1,5 +1,6 @@
 """A run's report: report.md to paste, report.html to link; measurements.json, the report itself, lies beside them."""
 
+import os
 from pathlib import Path
 
 from qserve.artifacts import Report
@@ -23,7 +24,7 @@ def read_report(run: Path) -> Report:
         UsageError: no measurements.json there, or one that this version cannot read.
     """
     try:
-        return Report.read(run if run.is_file() else run / "measurements.json")
+        return Report.read(run if os.path.isfile(run) else run / "measurements.json")
     except DamagedFile as error:
         raise UsageError(
             f"{error.path}: {error.problem}; give the folder of a finished run, or run `qserve bench` again"

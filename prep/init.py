@@ -1,6 +1,7 @@
 """A starting recipe, fitted to the model: a group size that divides its widths, a context that it has."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +58,7 @@ def write_starting_recipe(model: str, out: Path) -> Path:
     Raises:
         UsageError: no such model, or `out` is there already.
     """
-    if out.exists():
+    if os.path.exists(out):
         raise UsageError(f"{out} is there already; remove it, or name another file with --out")
     source = _parse(model)
     outline = look(_smallest_recipe(source), lambda text: None)

@@ -138,7 +138,7 @@ def check_folder(folder: Path, manifest: Manifest) -> None:
     parent = next(path for path in folder.absolute().parents if path.exists())
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise UsageError(f"cannot write into {folder}: {parent} takes no files; give another folder")
-    if not folder.exists():
+    if not os.path.exists(folder):
         return
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder; give a new one, or an empty one")

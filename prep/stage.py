@@ -90,16 +90,21 @@ def find_prepared(recipe: Recipe, workspace: Workspace, only: tuple[str, ...]) -
     """
     context = Context(recipe, workspace, look_at_machine(), None, lambda text: None)
     _refuse_source_as_workspace(recipe, workspace)
+    names = (BASELINE, *(name for name in only if name != BASELINE))
+    _refuse_missing(workspace, [name for name in names if not any(_manifests(workspace, name))])
     model = open_model(recipe, look(recipe, context.say), workspace)
     data = data_folder(recipe, model, workspace)
-    names = (BASELINE, *(name for name in only if name != BASELINE))
     found = {name: _find(context, model, name, data) for name in names}
-    if missing := [name for name, prepared in found.items() if prepared is None]:
-        raise UsageError(f"no checkpoint of {', '.join(missing)} in {workspace.root}; run `qserve prep` first")
+    _refuse_missing(workspace, [name for name, prepared in found.items() if prepared is None])
     whole = tuple(prepared for prepared in found.values() if prepared is not None)
     for prepared in whole:
         _check_files(prepared)
     return whole
+
+
+def _refuse_missing(workspace: Workspace, names: list[str]) -> None:
+    if names:
+        raise UsageError(f"no checkpoint of {', '.join(names)} in {workspace.root}; run `qserve prep` first")
 
 
 # --- looking ----------
@@ -128,9 +133,13 @@ def _find(context: Context, model: Model, name: str, data: Path) -> Prepared | N
     return exact or next((p for p in _newest_first(context.workspace, name) if _fits(context, model, p, data)), None)
 
 
+def _manifests(workspace: Workspace, name: str) -> list[Path]:
+    """Of checkpoints with that name, whatever they were made of."""
+    return [p for p in workspace.checkpoints.glob(f"{name}-*/{MANIFEST_NAME}") if p.parent.suffix != ".partial"]
+
+
 def _newest_first(workspace: Workspace, name: str) -> Iterator[Prepared]:
-    paths = [p for p in workspace.checkpoints.glob(f"{name}-*/{MANIFEST_NAME}") if p.parent.suffix != ".partial"]
-    for path in sorted(paths, key=lambda p: p.stat().st_mtime, reverse=True):
+    for path in sorted(_manifests(workspace, name), key=lambda p: p.stat().st_mtime, reverse=True):
         with _naming(path.parent):
             manifest = Manifest.read(path)
         yield Prepared(name, path.parent, manifest)

@@ -6,11 +6,12 @@ Results go to stdout, everything else to stderr. Exit codes are in qserve/errors
 import signal
 import sys
 import time
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperGroup, TyperOption
 
 from qserve.errors import QserveError
 
@@ -22,6 +23,8 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `with` blocks end their processes
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show ends nothing
         try:
             return super().invoke(ctx)
         except QserveError as error:
@@ -50,6 +53,23 @@ OnlyOption = Annotated[list[str] | None, typer.Option("--only", help="This varia
 PythonOption = Annotated[
     Path | None, typer.Option("--python", help="Python of an environment of your own, instead of the managed one.")
 ]
+
+
+def given_options(context: Any, left_out: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The options that this call was given, as words that give them again. `left_out`: names of parameters."""
+    words: list[str] = []
+    for parameter in context.command.params:
+        if not isinstance(parameter, TyperOption) or parameter.name in left_out:
+            continue
+        if context.get_parameter_source(parameter.name).name != "COMMANDLINE":
+            continue
+        value = context.params[parameter.name]
+        if parameter.is_flag:
+            words.append(parameter.opts[0])
+        else:
+            values = value if isinstance(value, list | tuple) else (value,)
+            words += [word for each in values for word in (parameter.opts[0], str(each))]
+    return tuple(words)
 
 
 def say(text: str) -> None:

@@ -333,6 +333,7 @@ class Report(Artifact):
     created: str  # ISO 8601, UTC
     qserve_version: str
     recipe_file: str
+    options: tuple[str, ...] | None = None  # of the command, so that it can be run again; None: an older report
     recipe: dict[str, Any]
     model: str
     source_note: str | None

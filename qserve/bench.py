@@ -26,7 +26,7 @@ from qserve.machine import available_bytes
 from qserve.measure import Arm, Context, Inputs, Part, measure, part_path
 from qserve.packed import LOADER
 from qserve.prep.checkpoint import Prepared
-from qserve.recipe import Bench, Recipe
+from qserve.recipe import Bench, Recipe, spelled
 from qserve.serve.engine import Engine, Room, Setting
 from qserve.serve.kv_cache import GIB, read_config
 from qserve.variants import BASELINE
@@ -220,7 +220,7 @@ def _assemble(context: Context, parts: list[Part], wall_s: float) -> Report:
     baseline = parts[0].result.model_copy(update={"points": _baseline_points(inputs.recipe.bench, parts)})
     return Report(
         run=context.run.name, created=time.strftime("%FT%TZ", time.gmtime()), qserve_version=__version__,
-        recipe_file=inputs.recipe_file.name, recipe=inputs.recipe.model_dump(mode="json"),
+        recipe_file=spelled(inputs.recipe_file), options=inputs.options, recipe=inputs.recipe.model_dump(mode="json"),
         model=inputs.prepared[0].manifest.model, source_note=inputs.prepared[0].manifest.source_note,
         quick=inputs.quick, machine=inputs.machine, baseline=baseline,
         data=(context.parts.calibration, context.parts.quality, context.parts.load),

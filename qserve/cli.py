@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qserve.app import OnlyOption, PythonOption, RecipeArgument, WorkspaceOption, app, say
+from qserve import limits
+from qserve.app import OnlyOption, PythonOption, RecipeArgument, WorkspaceOption, app, given_options, say
 from qserve.errors import LoadError, ServerError
 
 if TYPE_CHECKING:
     from qserve.prep.checkpoint import Prepared
     from qserve.recipe import EngineName, Recipe
     from qserve.serve.engine import Engine
+
+
+NOT_OF_THE_RUN = ("workspace",)  # options of `bench` that change no figure
 
 
 class Format(StrEnum):
@@ -67,6 +71,7 @@ def prep(
 
 @app.command()
 def bench(
+    context: typer.Context,
     recipe: RecipeArgument = None,
     only: OnlyOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="A smoke run: every step once, no figure to keep.")] = False,
@@ -74,11 +79,21 @@ def bench(
         list[str] | None,
         typer.Option("--engine", help="vllm, llama-server, transformers, ... (the first serves bf16)."),
     ] = None,
-    pairs: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's; the time grows with them.")] = None,
-    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Instead of the recipe's; repeatable.")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
-    windows: Annotated[int | None, typer.Option(min=1, help="Of held-out text, instead of the recipe's.")] = None,
+    pairs: Annotated[
+        int | None, typer.Option(min=1, max=limits.PAIRS, help="Instead of the recipe's; the time grows with them.")
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, max=limits.CONCURRENCY, help="Instead of the recipe's; repeatable.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, max=limits.TOKENS, help="Instead of the recipe's.")
+    ] = None,
+    output_tokens: Annotated[
+        int | None, typer.Option(min=1, max=limits.TOKENS, help="Instead of the recipe's.")
+    ] = None,
+    windows: Annotated[
+        int | None, typer.Option(min=1, max=limits.RECORDS, help="Of held-out text, instead of the recipe's.")
+    ] = None,
     workspace: WorkspaceOption = None,
 ) -> None:
     """Measure every checkpoint beside bf16.
@@ -111,6 +126,7 @@ def bench(
         recipe=quick_recipe(parsed) if quick else parsed, recipe_file=path, workspace=space, prepared=prepared,
         data=data, machine=machine, engines=tuple(install_engine(name, parsed.serving, say) for name in engines),
         reference=ensure_runtime("llmcompressor", machine.flavour, say), quick=quick, say=say,
+        options=given_options(context, NOT_OF_THE_RUN),
     )  # fmt: skip
     run = run_bench(inputs)
     typer.echo(findings(read_report(run))[0])
@@ -191,10 +207,10 @@ def _until_stopped(live: Any) -> None:
 @app.command()
 def load(
     url: Annotated[str | None, typer.Argument(help="Base URL of an OpenAI-compatible server.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 8,
-    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 64,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, max=limits.CONCURRENCY, help="Requests in flight.")] = 8,
+    requests: Annotated[int, typer.Option(min=1, max=limits.REQUESTS, help="Requests in all.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, max=limits.TOKENS, help="Tokens of each prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, max=limits.TOKENS, help="Tokens to generate for each.")] = 64,
     model: Annotated[str | None, typer.Option(help="Model id; default: the first the server lists.")] = None,
     api_key_env: Annotated[str, typer.Option(help="Environment variable that holds the key.")] = "OPENAI_API_KEY",
     self_test: Annotated[bool, typer.Option("--self-test", help="Measure the client against its null server.")] = False,

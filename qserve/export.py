@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qserve import limits
 from qserve.app import WorkspaceOption, app, say
 from qserve.errors import PreflightError, UsageError
 
@@ -42,8 +43,12 @@ def export(
         str | None, typer.Option(help="OWNER/NAME on the Hub with the checkpoint, for Kubernetes and KServe.")
     ] = None,
     port: Annotated[int, typer.Option(min=1024, max=65535, help="Port of the API.")] = 8000,
-    max_replicas: Annotated[int, typer.Option(min=1, help="Servers at most, where there is autoscaling.")] = 4,
-    kv_cache_gib: Annotated[int | None, typer.Option(min=1, help="KV cache on a CPU [default: as measured]")] = None,
+    max_replicas: Annotated[
+        int, typer.Option(min=1, max=limits.PARTS, help="Servers at most, where there is autoscaling.")
+    ] = 4,
+    kv_cache_gib: Annotated[
+        int | None, typer.Option(min=1, max=limits.GIB, help="KV cache on a CPU [default: as measured]")
+    ] = None,
     prometheus_url: Annotated[
         str, typer.Option(help="Prometheus that KEDA asks, for KServe.")
     ] = "http://prometheus-server.monitoring.svc:80",

@@ -56,6 +56,7 @@ class Inputs:
     reference: Runtime
     quick: bool
     say: Say
+    options: tuple[str, ...] = ()  # of the command, for whoever runs it again
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qserve import limits
 from qserve.app import WorkspaceOption, app, say
 from qserve.errors import PreflightError, UsageError
 from qserve.publish_request import Wishes, check_folder, check_ids, model_name, names, repo_of, run_folder
@@ -52,7 +53,9 @@ def publish(
         Path | None, typer.Option("--run", help="Run folder with the figures [default: the newest].")
     ] = None,
     purpose: Annotated[PurposeName, typer.Option("--for", help="What it is published for.")] = PurposeName.speed,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="The load that it is published for.")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, max=limits.CONCURRENCY, help="The load that it is published for.")
+    ] = None,
     licence: Annotated[str | None, typer.Option(help="Licence id, where the source names none.")] = None,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the source, where it names none.")] = None,
     public: Annotated[bool, typer.Option("--public", help="For everybody to see; else it is private.")] = False,

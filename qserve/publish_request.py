@@ -1,5 +1,6 @@
 """What the words of `qserve publish` ask for: which variants, where to, on whose terms. Checked before any work."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ def _chosen(space: "Workspace", run: Path | None) -> str:
 
 def run_folder(space: "Workspace", run: Path) -> Path:
     """A path, or the name of a run of the workspace."""
-    return run if run.is_dir() else space.runs / run
+    return run if os.path.isdir(run) else space.runs / run
 
 
 def repo_of(recipe: "Recipe", to: str, name: str, all_: bool, dry_run: bool) -> str:

@@ -24,7 +24,7 @@ from qserve.prep.checkpoint import Prepared
 from qserve.race_legs import PASSES, Course, Entry, leg_path, run_pass
 from qserve.race_legs import Heat as Heat
 from qserve.race_legs import Inputs as Inputs
-from qserve.recipe import EngineName, Recipe
+from qserve.recipe import EngineName, Recipe, spelled
 from qserve.serve.engine import Engine, Room, Setting
 from qserve.serve.kv_cache import read_config
 from qserve.variants import BASELINE, Gguf
@@ -168,7 +168,7 @@ def _write(course: Course, wall_s: float) -> None:
     manifest = _baseline(inputs).manifest
     race = Race(
         run=course.run.name, created=time.strftime("%FT%TZ", time.gmtime()), qserve_version=__version__,
-        recipe_file=inputs.recipe_file.name, model=manifest.model, source_note=manifest.source_note,
+        recipe_file=spelled(inputs.recipe_file), model=manifest.model, source_note=manifest.source_note,
         machine=inputs.machine, requests=heat.requests, concurrency=heat.concurrency, rounds=heat.rounds,
         prompt_tokens=inputs.recipe.bench.prompt_tokens, output_tokens=inputs.recipe.bench.output_tokens,
         round_limit_s=heat.round_limit_s, racers=standings(starters, legs), wall_s=wall_s,

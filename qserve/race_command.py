@@ -1,11 +1,13 @@
 """`qserve race`: its words, and what is checked before any work."""
 
+import math
 import os
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
+from qserve import limits
 from qserve.app import RecipeArgument, WorkspaceOption, app, say
 
 ENGINES = "transformers, pipeline, llama-server, vllm, tgi, sglang"
@@ -26,10 +28,14 @@ def race(
     attach: Annotated[
         list[str] | None, typer.Option("--attach", help="URL of a server that is running already; may be given again.")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of a round.")] = 20,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 20,
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds for each engine; intervals are over rounds.")] = 4,
-    limit_s: Annotated[float, typer.Option(min=1, help="Seconds an engine may take for its rounds.")] = 240,
+    requests: Annotated[int, typer.Option(min=1, max=limits.REQUESTS, help="Requests of a round.")] = 20,
+    concurrency: Annotated[int, typer.Option(min=1, max=limits.CONCURRENCY, help="Requests in flight.")] = 20,
+    rounds: Annotated[
+        int, typer.Option(min=2, max=limits.ROUNDS, help="Rounds for each engine; intervals are over rounds.")
+    ] = 4,
+    limit_s: Annotated[
+        float, typer.Option(min=1, max=limits.SECONDS, help="Seconds an engine may take for its rounds.")
+    ] = 240,
     api_key_env: Annotated[
         str, typer.Option(help="Environment variable with the key for --attach.")
     ] = "OPENAI_API_KEY",
@@ -55,11 +61,15 @@ def race(
     from qserve.serve.kv_cache import read_config
     from qserve.workspace import open_workspace
 
+    if math.isnan(limit_s):  # which is neither below nor above a bound
+        raise UsageError("--limit-s is nan; give seconds")
     if requests < concurrency:
         raise UsageError(f"{requests} requests cannot keep {concurrency} in flight; ask for at least {concurrency}")
     path, space, machine = find_recipe(recipe), open_workspace(workspace), look()
     parsed = with_gguf(load_recipe(path), engine or ())
     chosen = choose_entries(engine or (), parsed)
+    if twice := next((url for url in attach or () if (attach or ()).count(url) > 1), None):
+        raise UsageError(f"--attach {twice} is there twice; a race has each server once")
     for name, _ in chosen:
         refuse(name, parsed.serving, machine)
     key = os.environ.get(api_key_env)

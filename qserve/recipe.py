@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, field_validator
 
+from qserve import limits
 from qserve.errors import UsageError
-from qserve.values import Frozen
+from qserve.values import Concurrency, Frozen, Seconds, Tokens
 from qserve.variants import BASELINE, METHODS, Bf16, QuantizedVariant, Variant
 from qserve.wishes import Floor, Traffic, Wishes
 
@@ -62,8 +63,11 @@ def parse_source(text: object) -> Source:
         if not match:
             raise ValueError(f"{text!r}: a package source is written pypi:NAME==VERSION/FILE/INSIDE")
         return PackageSource(*match.groups())
-    path = Path(text).expanduser()
-    if text.startswith((".", "/", "~")) or path.exists():
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{text!r}: there is no such home folder") from error
+    if text.startswith((".", "/", "~")) or os.path.exists(path):
         return PathSource(path)
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text):
         return HubSource(text)
@@ -96,14 +100,14 @@ class Dataset(Frozen):
     config: str | None = None
     split: str = "train"
     column: str | None = None  # None: the first of messages, conversations, text, content that is there
-    rows: int = Field(20_000, ge=1)  # read at most this many rows
+    rows: int = Field(20_000, ge=1, le=limits.RECORDS)  # read at most this many rows
     skip_bad_rows: bool = False
 
 
 class Calibration(Dataset):
-    samples: int = Field(256, ge=1)
-    tokens: int = Field(512, ge=16)  # each sample is cut to this many tokens
-    min_tokens: int = Field(32, ge=1)  # shorter records are dropped, and counted
+    samples: int = Field(256, ge=1, le=limits.RECORDS)
+    tokens: int = Field(512, ge=16, le=limits.TOKENS)  # each sample is cut to this many tokens
+    min_tokens: Tokens = 32  # shorter records are dropped, and counted
     seed: int = 0
 
 
@@ -123,34 +127,34 @@ class Serving(Frozen):
     """How every variant is served. All variants share it: only the checkpoint differs."""
 
     engine: EngineName = "vllm"
-    max_model_len: int | None = Field(None, ge=16)  # None: the model's own context
+    max_model_len: int | None = Field(None, ge=16, le=limits.TOKENS)  # None: the model's own context
     prefix_caching: bool = True
-    tensor_parallel: int = Field(1, ge=1)  # GPUs that share each layer
-    pipeline_parallel: int = Field(1, ge=1)  # groups of those, each with some of the layers
-    data_parallel: int = Field(1, ge=1)  # copies of the whole model
+    tensor_parallel: int = Field(1, ge=1, le=limits.PARTS)  # GPUs that share each layer
+    pipeline_parallel: int = Field(1, ge=1, le=limits.PARTS)  # groups of those, each with some of the layers
+    data_parallel: int = Field(1, ge=1, le=limits.PARTS)  # copies of the whole model
     executor: Literal["auto", "mp", "ray"] = "auto"  # ray: across nodes, on a Ray cluster that is running
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: what is fastest on this machine
     # torch.compile; YAML reads a bare on or off as true or false
     compile: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_off)] = "auto"
     quantization: StartQuantization | None = None  # vLLM, at start-up, of a checkpoint that is not quantized
-    kv_cache_gib: int | None = Field(None, ge=1)  # on a CPU, whole GiB; None: fitted to the machine
+    kv_cache_gib: int | None = Field(None, ge=1, le=limits.GIB)  # on a CPU, whole GiB; None: fitted to the machine
     extra_args: tuple[str, ...] = ()  # of `engine`; another engine of the same run does not get them
     python: Path | None = None  # an environment of your own with vLLM in it, instead of the managed one
     llama_server: str | None = None  # a program of your own, by path or by its name on PATH, instead of the managed one
     tgi_image: str | None = None  # a container image of Text Generation Inference, instead of the known one
-    start_timeout_s: float = Field(1800, gt=0)
+    start_timeout_s: Seconds = 1800
 
 
 class Bench(Frozen):
     """The traffic. A pair is one block on bf16 and one on the variant with the same prompts, in alternating order."""
 
-    prompt_tokens: int = Field(128, ge=1)
-    output_tokens: int = Field(64, ge=1)
-    concurrency: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1, 4, 16)
-    requests_per_slot: int = Field(2, ge=1)  # a block sends concurrency x this many requests
-    pairs: int = Field(4, ge=1)
-    block_s: float = Field(60, gt=0)  # a block is cut here
-    variant_s: float = Field(900, gt=0)  # a variant stops taking new pairs here
+    prompt_tokens: Tokens = 128
+    output_tokens: Tokens = 64
+    concurrency: Annotated[tuple[Concurrency, ...], Field(min_length=1)] = (1, 4, 16)
+    requests_per_slot: int = Field(2, ge=1, le=limits.REQUESTS)  # a block sends concurrency x this many requests
+    pairs: int = Field(4, ge=1, le=limits.PAIRS)
+    block_s: Seconds = 60  # a block is cut here
+    variant_s: Seconds = 900  # a variant stops taking new pairs here
     dataset: Dataset | None = None  # None: the calibration data set (other records of it)
 
     @field_validator("concurrency")
@@ -165,8 +169,8 @@ class Quality(Frozen):
     """Held-out text: `windows` windows of `tokens` tokens, scored by what is served."""
 
     dataset: Dataset | None = None  # None: the calibration data set (other records of it)
-    windows: int = Field(16, ge=1)
-    tokens: int = Field(512, ge=16)
+    windows: int = Field(16, ge=1, le=limits.RECORDS)
+    tokens: int = Field(512, ge=16, le=limits.TOKENS)
     top_k: int = Field(64, ge=1, le=1024)
 
 
@@ -179,7 +183,7 @@ class Recipe(Frozen):
     bench: Bench = Bench()
     quality: Quality = Quality()
     choose: Wishes = Wishes()  # of no influence on what is made or measured
-    threads: int | None = Field(None, ge=1)  # None: one a physical core
+    threads: int | None = Field(None, ge=1, le=limits.PARTS)  # None: one a physical core
 
     @field_validator("variants")
     @classmethod
@@ -226,13 +230,21 @@ def find_recipe(argument: str | None) -> Path:
         local = Path("qserve.yaml")
         return local if local.exists() else shipped["quickstart"]
     path = Path(argument)
-    if path.is_file():
+    if os.path.isfile(path):  # which, unlike Path.is_file, takes a name that is too long for no file
         return path
     name = argument.removeprefix("recipes/").removesuffix(".yaml")  # not Path.stem: a name may hold dots
     if name in shipped:
         return shipped[name]
     names = ", ".join(shipped)
     raise UsageError(f"no recipe {argument!r}: give a YAML file (`qserve init` writes one) or one of {names}")
+
+
+def spelled(path: Path) -> str:
+    """How a command names this recipe again: a shipped one by its name, another by its path from here."""
+    if path in shipped_recipes().values():
+        return path.name
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -243,8 +255,10 @@ def load_recipe(path: Path) -> Recipe:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot read the recipe: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the recipe ({error.strerror}); `qserve init` writes one") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no text in UTF-8, so it is no recipe; `qserve init` writes one") from error
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         lines = dict(_lines(node)) if node is not None else {}
@@ -252,7 +266,12 @@ def load_recipe(path: Path) -> Recipe:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise UsageError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UsageError(f"{where}: not valid YAML: {problem}") from error
+    except ValueError as error:  # a date that is none, an integer of thousands of digits
+        raise UsageError(f"{path}: not valid YAML: {error}; quote what is meant as text") from error
+    except RecursionError as error:
+        raise UsageError(f"{path}: nested too deeply, or in itself; a recipe is a few levels deep") from error
     if not isinstance(data, dict):
         raise UsageError(f"{path}: a recipe is a mapping (model, calibration, variants); `qserve init` writes one")
     try:
@@ -267,6 +286,8 @@ def _lines(node: yaml.Node, at: tuple[object, ...] = ()) -> Iterator[tuple[tuple
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a field's name is one word", problem_mark=key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
             seen.add(key.value)
@@ -307,7 +328,7 @@ def _known_fields(loc: tuple[object, ...], method: str | None) -> Iterator[str]:
 
 
 def _is_beside(folder: Path, value: str) -> bool:
-    return value.startswith(("./", "../")) or (folder / value).exists()
+    return value.startswith(("./", "../")) or os.path.exists(folder / value)
 
 
 def _anchor_paths(data: dict[Any, Any], folder: Path) -> dict[Any, Any]:

@@ -137,7 +137,7 @@ def check(spec: Spec, python: Path, write_bytecode: bool) -> dict[str, str]:
 
 def _need_python(path: Path) -> None:
     """Raises Unfit if that is no Python: another program would answer the long check in words of its own, or never."""
-    if path.is_dir():
+    if os.path.isdir(path):
         raise Unfit("it is a folder")
     command = [str(path), "-c", "print('a' + ' Python')"]
     try:

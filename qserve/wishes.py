@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from qserve.values import Frozen
+from qserve.values import Concurrency, Frozen, Tokens
 
 LATENCIES = ("ttft", "itl", "tpot", "e2e")
 SLO_NAMES = tuple(f"{latency}_{percentile}" for latency in LATENCIES for percentile in ("p50", "p95", "p99"))
@@ -26,11 +26,11 @@ class Floor(Frozen):
 class Traffic(Frozen):
     """What is asked of the deployment. `concurrency` is of one machine; a rate is of all machines together."""
 
-    concurrency: int | None = Field(None, ge=1)  # None: the largest measured one at which the SLO holds
+    concurrency: Concurrency | None = None  # None: the largest measured one at which the SLO holds
     requests_per_s: Positive | None = None
     output_tokens_per_s: Positive | None = None
-    prompt_tokens: int | None = Field(None, ge=1)  # None: as measured
-    output_tokens: int | None = Field(None, ge=1)
+    prompt_tokens: Tokens | None = None  # None: as measured
+    output_tokens: Tokens | None = None
 
     @model_validator(mode="after")
     def _one_rate(self) -> "Traffic":

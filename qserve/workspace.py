@@ -105,8 +105,12 @@ class Workspace:
         Raises:
             UsageError: there is one at work. The lock of a process that died is free by itself.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / f"{work}.lock").open("w") as file:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock = (self.root / f"{work}.lock").open("w")
+        except OSError as error:
+            raise _no_place(self.root) from error
+        with lock as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -126,9 +130,14 @@ class Workspace:
 def open_workspace(path: Path | None) -> Workspace:
     """The given folder, else $QSERVE_WORKSPACE, else ./qserve-workspace."""
     root = (path or Path(os.environ.get("QSERVE_WORKSPACE") or "qserve-workspace")).absolute()
-    if root.exists() and not (root.is_dir() and os.access(root, os.W_OK)):
-        raise UsageError(f"the workspace {root} is no folder that can be written to; choose another with --workspace")
+    there = next(folder for folder in (root, *root.parents) if os.path.exists(folder))
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise _no_place(root)
     return Workspace(root)
+
+
+def _no_place(root: Path) -> UsageError:
+    return UsageError(f"the workspace {root} is no folder that can be written to; choose another with --workspace")
 
 
 def free_bytes(path: Path) -> int:

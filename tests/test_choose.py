@@ -81,6 +81,9 @@ def test_json_is_a_decision_and_nothing_else(project: Path) -> None:
     (("--floor", "top1=90"), r"floor\.top1: Input should be less than or equal to 1"),
     (("--floor", "task:mmlu=0.5"), r"task score of mmlu is asked for, and this report has no task scores"),
     (("--concurrency", "0"), r"traffic\.concurrency: Input should be greater than or equal to 1"),
+    (("--concurrency", "9" * 20), r"traffic\.concurrency: Input should be less than or equal to 10000"),
+    (("--prompt-tokens", "9" * 20), r"traffic\.prompt_tokens: Input should be less than or equal to 10000000"),
+    (("--rate", "1e13"), r"traffic\.requests_per_s: Input should be less than or equal to 1000000000000"),
     (("--rate", "1", "--tokens-rate", "2"), r"traffic: give the rate as requests_per_s or as output_tokens_per_s"),
     (("--price", "0"), r"price_per_hour: Input should be greater than 0"),
     (("--price", "1e300"), r"price_per_hour: Input should be less than or equal to 1"),
@@ -117,6 +120,26 @@ def test_another_version_is_named(project: Path) -> None:
 
 def test_no_run_yet_says_what_makes_one(tmp_path: Path) -> None:
     assert "`qserve bench` makes one" in run_choose(cwd=tmp_path, expect=2).stderr
+
+
+def test_what_to_run_next_is_of_the_same_traffic(tmp_path: Path) -> None:
+    """The run's own options stay, but for those that the open question changes."""
+    report = known([Truth("int8", 1.03, noise=0.1), Truth("fp8", 0.2)], (1, 8), requests=40)
+    given = ("--output-tokens", "16", "--pairs", "4", "--engine", "vllm", "--only", "int8", "--only", "fp8", "--quick")
+    save(tmp_path, report.model_copy(update={"options": given}))
+    said = run_choose("--concurrency", "32", cwd=tmp_path, expect=9).stdout
+    (command,) = [line.strip() for line in said.splitlines() if line.startswith("    qserve bench")]
+    assert command.startswith(
+        "qserve bench known.yaml --output-tokens 16 --pairs 4 --only int8 --only fp8 --concurrency"
+    )
+    assert "--quick" not in command and "--engine" not in command
+    said = run_choose("--concurrency", "8", "--slo", "itl_p95=2", cwd=tmp_path, expect=9).stdout
+    (command,) = [line.strip() for line in said.splitlines() if line.startswith("    qserve bench")]
+    alone = report.model_copy(update={"variants": (), "options": ("--only", "bf16", "--output-tokens", "16")})
+    save(tmp_path / "alone", alone)
+    said = run_choose("--concurrency", "32", cwd=tmp_path / "alone", expect=9).stdout
+    assert "    qserve bench known.yaml --output-tokens 16 --concurrency 32\n" in said
+    assert command.count("--pairs") == 1 and "--pairs 4" not in command and "--output-tokens 16" in command
 
 
 # --- the recipe's section ----------

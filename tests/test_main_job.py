@@ -103,6 +103,7 @@ def test_the_report_holds_what_was_measured(report: Report, project: Path) -> No
     (int8,) = report.variants
     (point,) = int8.points
     assert report.quick
+    assert report.options == ("--quick",)
     assert int8.quality
     assert int8.quality.kl
     assert 0 < int8.quality.kl.value < 1

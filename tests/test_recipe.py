@@ -8,7 +8,7 @@ import pytest
 
 from qserve.errors import UsageError
 from qserve.prep.shapes import linear_shapes
-from qserve.recipe import find_recipe, load_recipe, shipped_recipes, source_text
+from qserve.recipe import find_recipe, load_recipe, shipped_recipes, source_text, spelled
 from qserve.variants import Awq, Gptq, Rtn, backend_of, group_size_of, settings_of
 
 # Widths as each model's config.json has them.
@@ -128,13 +128,51 @@ def test_compile_may_be_written_bare(tmp_path: Path, word: str, meant: str) -> N
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("[]", "at least 1 item"), ("[0]", "greater than or equal to 1"), ("[8, 8]", "each concurrency once")],
+    [
+        ("[]", "at least 1 item"),
+        ("[0]", "greater than or equal to 1"),
+        ("[8, 8]", "each concurrency once"),
+        ("[10001]", "less than or equal to 10000"),
+    ],
 )
 def test_a_concurrency_that_cannot_be_is_refused(tmp_path: Path, value: str, message: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(find_recipe("quickstart").read_text().replace("[1, 8]", value))
     with pytest.raises(UsageError, match=rf"r\.yaml:\d+: bench\.concurrency.*{message}"):
         load_recipe(path)
+
+
+@pytest.mark.parametrize(("old", "new", "said"), [
+    ("prompt_tokens: 128", f"prompt_tokens: {'9' * 20}", r"bench\.prompt_tokens: .*less than or equal to 10000000"),
+    ("block_s: 20", "block_s: .inf", r"bench\.block_s: .*(finite|less than or equal to)"),
+    ("pairs: 8", "pairs: 10001", r"bench\.pairs: .*less than or equal to 10000"),
+    ("windows: 4", "windows: 99999999999", r"quality\.windows: .*less than or equal to 1000000000"),
+    ("rows: 4000", "rows: 99999999999", r"calibration\.rows: .*less than or equal to 1000000000"),
+    ("max_model_len: 2048", "max_model_len: 99999999999", r"serving\.max_model_len: .*less than or equal to 10000000"),
+    ("serving:", "serving:\n  kv_cache_gib: 100001", r"serving\.kv_cache_gib: .*less than or equal to 100000"),
+    ("{concurrency: 8}", "{concurrency: 10001}", r"choose\.traffic\.concurrency: .*less than or equal to 10000"),
+])  # fmt: skip
+def test_a_number_beyond_any_use_is_refused_with_its_bound(tmp_path: Path, old: str, new: str, said: str) -> None:
+    path = tmp_path / "r.yaml"
+    text = find_recipe("quickstart").read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    with pytest.raises(UsageError, match=rf"r\.yaml:\d+: .*{said}"):
+        load_recipe(path)
+
+
+def test_a_recipe_is_spelled_so_that_a_command_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    own = tmp_path / "mine" / "r.yaml"
+    own.write_text(GOOD)
+    assert spelled(own) == spelled(Path("mine/r.yaml")) == "mine/r.yaml"
+    assert find_recipe(spelled(own)).samefile(own)
+    assert spelled(find_recipe("quickstart")) == "quickstart.yaml"
+    assert find_recipe("quickstart.yaml") == find_recipe("quickstart")
+    monkeypatch.chdir(tmp_path / "mine")
+    assert spelled(own) == "r.yaml"
+    assert spelled(tmp_path / "other.yaml") == str(tmp_path / "other.yaml")
 
 
 def test_paths_are_relative_to_the_recipe_and_links_stay_links(tmp_path: Path) -> None:

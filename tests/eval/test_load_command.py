@@ -141,6 +141,13 @@ def test_the_null_server_chats_too() -> None:
     assert [r.output_tokens for r in result.records] == [1, 2, 33]
 
 
+def test_more_prompts_than_the_client_holds_are_refused() -> None:
+    with pytest.raises(
+        UsageError, match=r"100,000 requests with prompts of 100,000 tokens are more than the 200,000,000"
+    ):
+        load_command("http://127.0.0.1:9", 8, 100_000, 100_000, 64)
+
+
 def test_fewer_requests_than_slots_are_refused() -> None:
     with pytest.raises(UsageError, match="4 requests cannot keep 8 in flight; ask for at least 8"):
         load_command("http://127.0.0.1:9", 8, 4, 16, 4)

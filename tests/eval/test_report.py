@@ -143,6 +143,24 @@ def test_nothing_measured_is_said_as_such() -> None:
     assert said == "Nothing can be compared, because bf16 itself failed."
 
 
+def test_bf16_alone_says_that_there_is_nothing_to_compare() -> None:
+    made = sample.report([], ())
+    for report in (made, made.model_copy(update={"quick": True})):
+        assert findings(report) == (
+            "bf16 alone was served and scored (perplexity 6.25 ± 0.31); with no variant beside it there is no speed to "
+            "tell and nothing to choose from.",
+        )
+        page = Page(to_html(report))
+        assert page.rows[1][0].startswith("bf16") and not any("tok/s" in header for header in page.rows[0])
+        (drawn,) = [attrs["aria-label"] for tag, attrs in page.elements if tag == "svg"]
+        assert drawn and drawn.startswith("Disk and memory. bf16: 269 MB")
+        assert page.text.count("Not drawn") == 1 and "Not drawn: no load was measured." in page.text
+        assert "bf16 alone was served" in to_markdown(report) and "## Latency" not in to_markdown(report)
+        assert "Latency" not in page.text and "Requests: sent" not in page.text
+    lost = made.model_copy(update={"baseline": sample.lost("bf16", "bfloat16", "failed", "out of memory")})
+    assert headline(lost) == "No variant was asked for, and bf16 itself failed."
+
+
 def test_a_gain_without_an_interval_is_not_a_win() -> None:
     claimed = Ratio(value=2.0, low=None, high=None, pairs=1, verdict="faster")
     point = sample.INT8.points[1].model_copy(update={"throughput": claimed})
@@ -187,6 +205,7 @@ def test_unknown_is_never_zero() -> None:
 def test_rounding_happens_once_and_keeps_small_ratios() -> None:
     assert [figures.ratio(v) for v in (1.434, 0.0549, 0.1, 12.345)] == ["1.43", "0.055", "0.10", "12.35"]
     assert figures.size(None) == "unknown" and figures.size(163_200_000) == "163 MB" and figures.size(0) == "0 MB"
+    assert [figures.size(n) for n in (999_000_000, 1_000_000_000, 15_230_000_000)] == ["999 MB", "1.00 GB", "15.2 GB"]
     assert [figures.duration(v) for v in (0.0123, 1.3, 600.0)] == ["12.3 ms", "1.30 s", "10 min"]
     assert figures.listed(["a", "b", "c"]) == "a, b and c"
 
@@ -339,6 +358,12 @@ def test_the_report_can_be_run_again_from_what_it_says() -> None:
     assert "    qserve prep recipes/quickstart.yaml && qserve bench recipes/quickstart.yaml\n" in text
     spaced = sample.winner().model_copy(update={"recipe_file": "my recipe.yaml", "quick": True})
     assert reproduce(spaced) == "qserve prep 'my recipe.yaml' && qserve bench 'my recipe.yaml' --quick"
+    given = ("--only", "int8", "--pairs", "9", "--only", "awq")
+    assert reproduce(spaced.model_copy(update={"options": given})) == (
+        "qserve prep 'my recipe.yaml' --only int8 --only awq && "
+        "qserve bench 'my recipe.yaml' --only int8 --pairs 9 --only awq"
+    )
+    assert reproduce(spaced.model_copy(update={"options": ()})).endswith("qserve bench 'my recipe.yaml'")
     assert "concurrency:" in text
     assert "VLLM_CPU_OMP_THREADS_BIND=0-1 python -m vllm.entrypoints.openai.api_server" in text
     assert "5e1f" * 16 in text and "212 too short" in text
