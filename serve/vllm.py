@@ -239,8 +239,9 @@ def facts(server: Server, log_name: str) -> ServerFacts:
 
 
 def kernels(text: str) -> tuple[str, ...]:
-    """Kernels that the log names, each once, in order; a fall-back of the dense layers is said as well."""
+    """Kernels that the log names, each once, in order; what a kernel or a dense layer falls back to is said as well."""
     named = re.findall(r"(?:Selected|Using) (\w+Kernel) (?:for|to)\b", text)
+    named += [f"{name} (fall-back)" for name in re.findall(r"falling back to (\w+Kernel)\b", text)]
     named += re.findall(r"CPU unquantized GEMM dispatch: using ([\w. -]+)", text)
     if "Failed to create oneDNN linear" in text:
         named.append("torch linear (oneDNN refused)")

@@ -204,3 +204,12 @@ LOG = """
 def test_kernels_are_read_from_the_log() -> None:
     assert vllm.kernels(LOG) == ("CPUInt8ScaledMMLinearKernel", "torch linear (oneDNN refused)")
     assert vllm.kernels("nothing") == ()
+
+
+def test_a_kernel_that_refuses_a_layout_is_named_with_what_computes_instead() -> None:
+    text = (
+        "Using ZentorchWNA16LinearKernel for mixed-precision linear\n"
+        "[zen_cpu] ZentorchWNA16 fast path not eligible for this layer (AWQ pack layout or non-int32 storage); falling "
+        "back to CPUWNA16LinearKernel (cpu_gemm_wna16).\n"
+    )
+    assert vllm.kernels(text) == ("ZentorchWNA16LinearKernel", "CPUWNA16LinearKernel (fall-back)")
