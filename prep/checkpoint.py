@@ -160,7 +160,8 @@ def build_variant(context: Context, model: Model, baseline: Prepared, name: str,
     final = context.workspace.checkpoint(name, digest)
     record, samples = _calibration(variant, data)
     with complete_or_absent(final) as partial:
-        task = Task(name, variant, baseline.folder, partial, data / "calibration.json" if record else None, samples)
+        sample = data / "calibration.json"
+        task = Task(name, variant, baseline.folder, partial, sample if record else None, samples, sample)
         done = quantize(context, model, task)
         made = Made(done.targets, done.fallback, record, baseline.manifest.source_note, done.peak_memory_bytes)
         facts = {"digest": digest, "weights": done.weights, "wall_s": done.wall_s, **_facts(variant, made)}

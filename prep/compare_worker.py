@@ -1,8 +1,8 @@
 """Worker: how far the first layers of a checkpoint are from another's, beside what rounding to nearest does to them.
 Imports nothing of qserve.
 
-job: checkpoint, baseline (folders), layers, ids (one sample of token ids), bits, group_size, symmetric, targets (names
-of the quantized layers), loader (file that loads a checkpoint as a plain model), threads.
+job: checkpoint, baseline (folders), layers, ids (one sample of token ids), bits, group_size (None: a scale a row),
+symmetric, targets (names of the quantized layers), loader (file that loads a checkpoint as a plain model), threads.
 Result: error and rounded, each the median over tokens of |h - h0| / |h0|: of the checkpoint, and of the baseline with
 its targets rounded to nearest. The median, because the state of a first token may be huge.
 """
@@ -26,7 +26,7 @@ def main(job: dict[str, Any], emit: Emit) -> dict[str, Any]:
         if module := dict(model.named_modules()).get(name):
             module.weight.data = _rounded(module.weight.data, job["bits"], job["group_size"], job["symmetric"])
     rounded = _states(model, ids)
-    made = _states(load(job["checkpoint"], torch.float32, job["layers"] + 1), ids)
+    made = _states(load(job["checkpoint"], torch.float32, job["layers"] + 1, round_activations=False), ids)
     return {"error": _gap(made, plain), "rounded": _gap(rounded, plain)}
 
 
@@ -41,9 +41,10 @@ def _gap(states: Any, plain: Any) -> float:
     return float(error.median()) if bool(torch.isfinite(error).all()) else float("inf")
 
 
-def _rounded(weight: Any, bits: int, group_size: int, symmetric: bool) -> Any:
+def _rounded(weight: Any, bits: int, group_size: int | None, symmetric: bool) -> Any:
     """weight [out, in], each group of inputs rounded between its smallest and its largest value."""
-    groups = weight.reshape(weight.shape[0], -1, group_size)
+    width = weight.shape[1]
+    groups = weight.reshape(weight.shape[0], -1, group_size if group_size and width % group_size == 0 else width)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     if symmetric:
         high = torch.maximum(high, -low)

@@ -10,7 +10,7 @@ import psutil
 
 from qserve.artifacts import Machine
 from qserve.errors import PreflightError
-from qserve.prep.backends import check_backend
+from qserve.prep.backends import check_backend, check_bitsandbytes
 from qserve.prep.schemes import (
     BLOCK,
     FUSED,
@@ -28,6 +28,7 @@ from qserve.recipe import Recipe
 from qserve.rounding import size
 from qserve.variants import (
     Awq,
+    Bitsandbytes,
     Fp8,
     Gguf,
     GgufType,
@@ -59,6 +60,9 @@ def check_variant(name: str, variant: QuantizedVariant, config: Config, machine:
     """
     if isinstance(variant, Gguf):
         return  # llama.cpp takes another type for rows that do not fit
+    if isinstance(variant, Bitsandbytes):
+        check_bitsandbytes(name, variant, config, machine)
+        return
     scheme = scheme_of(variant)
     ignore = ignore_of(variant, config)
     names = list(layer_names(config))
@@ -90,6 +94,8 @@ def kernel_notes(name: str, variant: QuantizedVariant, config: Config, machine: 
             wide = {kind: shape for kind, shape in linear_shapes(config).items() if shape[1] % 128 or shape[0] % 64}
             if wide:
                 yield f"{name}: {_listed(wide)} do not fit vLLM's Marlin kernel (128 in, 64 out): a slower one is used"
+        case Bitsandbytes():
+            yield f"{name}: bitsandbytes checkpoints are for transformers: measure with `bench --engine transformers`"
         case Gguf(type="q8_0" | "bf16" | "f16" | "q4_0"):
             return
         case Gguf():

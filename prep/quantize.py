@@ -21,9 +21,21 @@ from qserve.prep.preflight import compute_dtype
 from qserve.prep.schemes import ignore_of, scheme_of
 from qserve.prep.source import Model, read_config
 from qserve.prep.verify import Expectation, verify
+from qserve.prep.verify_bitsandbytes import verify_bitsandbytes
 from qserve.prep.verify_packed import verify_packed
 from qserve.runtime_spec import spec_of
-from qserve.variants import Awq, Fp8, Gptq, LayerVariant, Mxfp4, Nvfp4, Rtn, backend_of, group_size_of
+from qserve.variants import (
+    Awq,
+    Bitsandbytes,
+    Fp8,
+    Gptq,
+    LayerVariant,
+    Mxfp4,
+    Nvfp4,
+    Rtn,
+    backend_of,
+    group_size_of,
+)  # fmt: skip
 
 # What a config may say beside how it is quantized: it holds for one machine, or repeats a field.
 LOCAL_FIELDS = ("offload_to_disk_path", "model_name_or_path", "model_file_base_name")
@@ -33,7 +45,7 @@ WORSE_THAN_ROUNDING = 2.0  # this many times the error of rounding to nearest is
 @dataclass(frozen=True)
 class Task:
     """What is to be made. `folder`: where, not yet under its name; `calibration`: token ids, None where none are
-    needed.
+    needed; `sample`: token ids to compare outputs on, a list of lists.
     """
 
     name: str
@@ -42,6 +54,7 @@ class Task:
     folder: Path
     calibration: Path | None
     samples: int
+    sample: Path
 
 
 @dataclass(frozen=True)
@@ -79,7 +92,10 @@ def quantize(context: Context, model: Model, task: Task) -> Quantized:
     if backend == "llmcompressor":
         weights = verify(task.folder, task.baseline, want)
     else:
-        weights = verify_packed(task.folder, task.baseline, want)
+        if isinstance(task.variant, Bitsandbytes):
+            weights = verify_bitsandbytes(task.folder, task.baseline, want, task.variant)
+        else:
+            weights = verify_packed(task.folder, task.baseline, want)
         _compare_outputs(context, task, want)
     fallback = tuple(result["fallback"])
     return Quantized(targets, fallback, weights, result["wall_s"], result["peak_memory_bytes"])
@@ -92,7 +108,7 @@ def _rescales(variant: LayerVariant) -> bool:
             return True
         case Gptq():
             return variant.smooth is not None
-        case Fp8() | Rtn() | Nvfp4() | Mxfp4():
+        case Fp8() | Rtn() | Nvfp4() | Mxfp4() | Bitsandbytes():
             return False
         case _:
             assert_never(variant)
@@ -112,7 +128,7 @@ def _job(context: Context, model: Model, task: Task) -> dict[str, Any]:
             return common | _schemes(context, model, variant)
         case "autoawq" | "autogptq":  # ON_TRANSFORMERS_4
             return common | _numbers(variant) | {"source": str(write_view(task.baseline, task.folder / "view"))}
-        case "gptqmodel":
+        case "gptqmodel" | "bitsandbytes":
             return common | _numbers(variant)
         case _:
             assert_never(backend)
@@ -132,7 +148,7 @@ def _schemes(context: Context, model: Model, variant: LayerVariant) -> dict[str,
         case Gptq():
             numbers = {"dampening": variant.dampening, "max_fallback": variant.max_fallback}
             return job | numbers | {"smooth": variant.smooth}
-        case Fp8() | Rtn() | Nvfp4() | Mxfp4():
+        case Fp8() | Rtn() | Nvfp4() | Mxfp4() | Bitsandbytes():
             return job
         case _:
             assert_never(variant)
@@ -147,8 +163,10 @@ def _numbers(variant: LayerVariant) -> dict[str, Any]:
                 "bits": variant.bits, "group_size": group_size_of(variant), "act_order": variant.act_order,
                 "dampening": variant.dampening, "max_fallback": variant.max_fallback,
             }  # fmt: skip
+        case Bitsandbytes():
+            return {"type": variant.type, "double_quant": variant.double_quant}
         case _:
-            raise AssertionError(f"{variant.method} has one backend")
+            raise AssertionError(f"{variant.method} is made by llm-compressor alone")
 
 
 # --- files ----------
@@ -193,13 +211,14 @@ def _parse_as_server(context: Context, name: str, config: object) -> None:
 
 
 def _compare_outputs(context: Context, task: Task, want: Expectation) -> None:
-    """Two layers of it against two of the baseline's, on a calibration sample: a backend that breaks a model is caught
-    here, before anybody serves it. Plain rounding of the same layers is the measure, whatever the model and the bits.
+    """The weights of two layers against two of the baseline's, on a calibration sample: a backend that breaks a model
+    is caught here, before anybody serves it. Plain rounding of the same layers is the measure, whatever the model and
+    the bits.
     """
     scheme = want.scheme
     job = {
         "checkpoint": str(task.folder), "baseline": str(task.baseline), "layers": 2, "loader": str(LOADER),
-        "ids": json.loads((task.calibration or Path()).read_bytes())[0], "threads": context.threads,
+        "ids": json.loads(task.sample.read_bytes())[0], "threads": context.threads,
         "bits": scheme.bits, "group_size": scheme.group, "symmetric": scheme.symmetric, "targets": list(want.targets),
     }  # fmt: skip
     gap = context.run(f"{task.name} output", "compare_worker.py", job)

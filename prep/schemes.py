@@ -1,4 +1,5 @@
 """What each variant asks of llm-compressor, spelled out: no preset that a release could change, one table to read.
+(Of bitsandbytes' variants only the sizes count.)
 
 The fields are those of compressed-tensors' QuantizationArgs.
 """
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from qserve.prep.shapes import linear_shapes
-from qserve.variants import Awq, Fp8, Gptq, LayerVariant, Mxfp4, Nvfp4, Rtn, group_size_of
+from qserve.variants import Awq, Bitsandbytes, Fp8, Gptq, LayerVariant, Mxfp4, Nvfp4, Rtn, group_size_of
 
 Fields = dict[str, object]
 INT8_TOKEN: Fields = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
@@ -33,6 +34,8 @@ MXFP4: Fields = {
     "num_bits": 4, "type": "float", "strategy": "group", "symmetric": True, "group_size": 32,
     "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
 }  # fmt: skip
+NF4: Fields = {"num_bits": 4, "type": "float", "strategy": "flat"}  # bitsandbytes': blocks run on over rows
+NF4_BLOCK = 64
 BLOCK = 128
 FP8 = {"dynamic": (FP8_CHANNEL, FP8_TOKEN), "static": (FP8_CHANNEL, FP8_TENSOR), "block": (FP8_BLOCK, FP8_GROUP)}
 # A router decides which experts see a token: quantized, it sends tokens astray (and engines expect it whole).
@@ -87,6 +90,10 @@ def scheme_of(variant: LayerVariant) -> Scheme:
         case Mxfp4():
             both = variant.activations == "fp4"
             return Scheme(4, 32, True, False, MXFP4, {**MXFP4, "dynamic": True} if both else None, scale_bits=8)
+        case Bitsandbytes(type="int8"):
+            return Scheme(8, None, True, False, INT8_CHANNEL, INT8_TOKEN)
+        case Bitsandbytes():
+            return Scheme(4, NF4_BLOCK, True, False, NF4, None, scale_bits=8 if variant.double_quant else 32)
         case _:
             assert_never(variant)
 

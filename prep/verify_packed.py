@@ -52,7 +52,7 @@ def verify_packed(folder: Path, baseline: Path, want: Expectation) -> Weights:
     try:
         tensors, source = read_folder(folder), read_folder(baseline)
         check_tied(tensors, want)
-        _check_targets(source, want)
+        check_targets(source, want)
         for name in want.targets:
             _check_layer(tensors, name, source[f"{name}.weight"], form)
         _check_nothing_else(tensors, source, want, form)
@@ -63,7 +63,7 @@ def verify_packed(folder: Path, baseline: Path, want: Expectation) -> Weights:
     return weigh(tensors, want.targets, parameters(source))
 
 
-def _check_targets(source: Tensors, want: Expectation) -> None:
+def check_targets(source: Tensors, want: Expectation) -> None:
     """They are layers of the source, and all of those whose names are known from the config."""
     if lost := [name for name in want.targets if f"{name}.weight" not in source]:
         raise Wrong(f"{lost[0]} is quantized, and the source has no such layer")

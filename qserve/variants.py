@@ -1,6 +1,6 @@
 """Variants: the closed set of ways to quantize. `variants` of a recipe holds these, and the baseline beside them."""
 
-from typing import Annotated, Any, Literal, assert_never
+from typing import Annotated, Any, ClassVar, Literal, assert_never
 
 from pydantic import Field, model_validator
 
@@ -9,10 +9,12 @@ from qserve.values import Frozen
 BASELINE = "bf16"
 HEAD = ("lm_head",)
 
-# Who quantizes. llm-compressor writes compressed-tensors; the others write formats of their own, which vLLM loads.
-Backend = Literal["llmcompressor", "autoawq", "autogptq", "gptqmodel"]
+# Who quantizes. llm-compressor writes compressed-tensors; the others write formats of their own, which vLLM loads, but
+# for bitsandbytes', which is for transformers.
+Backend = Literal["llmcompressor", "autoawq", "autogptq", "gptqmodel", "bitsandbytes"]
 BACKEND_NAMES: dict[Backend, str] = {
     "llmcompressor": "llm-compressor", "autoawq": "AutoAWQ", "autogptq": "AutoGPTQ", "gptqmodel": "GPTQModel",
+    "bitsandbytes": "bitsandbytes",
 }  # fmt: skip
 
 
@@ -113,6 +115,27 @@ class Mxfp4(Frozen):
     ignore: tuple[str, ...] = HEAD
 
 
+class Bitsandbytes(Frozen):
+    """Weights rounded as they are loaded, without data, for transformers.
+
+    nf4: 4 bits, a scale for each 64 weights (QLoRA; Dettmers et al., arXiv 2305.14314). `double_quant`: those scales
+    are stored in 8 bits.
+    int8: a scale an output channel, activations rounded a token, all but outliers (LLM.int8(); Dettmers et al.,
+    arXiv 2208.07339).
+    """
+
+    method: Literal["bitsandbytes"]
+    type: Literal["nf4", "int8"] = "nf4"
+    double_quant: bool = False
+    ignore: ClassVar[tuple[str, ...]] = HEAD  # always, and nothing else
+
+    @model_validator(mode="after")
+    def _int8_has_one_scale(self) -> "Bitsandbytes":
+        if self.type == "int8" and self.double_quant:
+            raise ValueError("double_quant goes with type: nf4 (int8 has one scale a channel)")
+        return self
+
+
 GgufType = Literal["bf16", "f16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0"]
 
 
@@ -129,11 +152,12 @@ class Bf16(Frozen):
     method: Literal["bf16"] = "bf16"
 
 
-LayerVariant = Awq | Gptq | Fp8 | Rtn | Nvfp4 | Mxfp4  # linear layers are quantized, in safetensors
+LayerVariant = Awq | Gptq | Fp8 | Rtn | Nvfp4 | Mxfp4 | Bitsandbytes  # linear layers are quantized, in safetensors
 QuantizedVariant = Annotated[LayerVariant | Gguf, Field(discriminator="method")]
 Variant = Bf16 | LayerVariant | Gguf
 METHODS: dict[str, type[Frozen]] = {
     "awq": Awq, "gptq": Gptq, "fp8": Fp8, "rtn": Rtn, "nvfp4": Nvfp4, "mxfp4": Mxfp4, "gguf": Gguf,
+    "bitsandbytes": Bitsandbytes,
 }  # fmt: skip
 
 # Fields that came later, with the value that says what was done before: left out, so that checkpoints keep their names.
@@ -151,6 +175,8 @@ def backend_of(variant: Variant) -> Backend:
     match variant:
         case Awq() | Gptq():
             return variant.backend
+        case Bitsandbytes():
+            return "bitsandbytes"
         case Bf16() | Fp8() | Rtn() | Nvfp4() | Mxfp4() | Gguf():
             return "llmcompressor"
         case _:
@@ -162,7 +188,7 @@ def samples_of(variant: Variant) -> int | None:
     match variant:
         case Awq() | Gptq() | Fp8() | Nvfp4():
             return variant.samples
-        case Bf16() | Rtn() | Mxfp4() | Gguf():
+        case Bf16() | Rtn() | Mxfp4() | Bitsandbytes() | Gguf():
             return None
         case _:
             assert_never(variant)
@@ -173,7 +199,8 @@ def scheme_label(variant: Variant) -> str:
     than llm-compressor.
     """
     backend = backend_of(variant)
-    return _scheme(variant) + (f" ({BACKEND_NAMES[backend]})" if backend != "llmcompressor" else "")
+    named = backend == "llmcompressor" or isinstance(variant, Bitsandbytes)
+    return _scheme(variant) + ("" if named else f" ({BACKEND_NAMES[backend]})")
 
 
 def _scheme(variant: Variant) -> str:
@@ -195,6 +222,10 @@ def _scheme(variant: Variant) -> str:
         case Nvfp4() | Mxfp4():
             name = "NVFP4" if isinstance(variant, Nvfp4) else "MXFP4"
             return f"{name} W4A{4 if variant.activations == 'fp4' else 16}"
+        case Bitsandbytes(type="int8"):
+            return "bitsandbytes int8"
+        case Bitsandbytes():
+            return "bitsandbytes NF4" + (" (double quantization)" if variant.double_quant else "")
         case Gguf():
             return f"GGUF {variant.type.upper()}"
         case _:

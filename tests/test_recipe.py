@@ -76,6 +76,26 @@ def test_backends_are_compared_at_the_same_settings() -> None:
         assert settings[name] == {**settings[own[backend]], "backend": backend}
 
 
+def test_settings_keep_the_words_that_name_checkpoints() -> None:
+    """A field more here would make every checkpoint anew: one that comes later belongs into LATER."""
+    variants = load_recipe(shipped_recipes()["quickstart"]).variants
+    assert {name: settings_of(variant) for name, variant in variants.items()} == {
+        "awq": {
+            "method": "awq", "bits": 4, "group_size": 64, "symmetric": False, "grid": 8, "ignore": ["lm_head"],
+            "samples": 8,
+        },
+        "gptq": {
+            "method": "gptq", "bits": 4, "group_size": 64, "activations": "none", "act_order": "static",
+            "dampening": 0.01, "max_fallback": 0.1, "ignore": ["lm_head"], "samples": None,
+        },
+        "int8": {
+            "method": "gptq", "bits": 8, "group_size": None, "activations": "int8", "act_order": "static",
+            "dampening": 0.01, "max_fallback": 0.1, "ignore": ["lm_head"], "samples": None,
+        },
+        "fp8": {"method": "fp8", "activations": "dynamic", "ignore": ["lm_head"], "samples": None},
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("old", "new", "line", "said"), [
     ("group_size: 64", "group_sise: 64", 5, r"variants\.awq\.group_sise: unknown field; did you mean .*group_size"),
     ("group_size: 64", "dampening: 0.1", 5, r"awq\.dampening: unknown field; .* of backend, bits, grid, "),
@@ -85,6 +105,8 @@ def test_backends_are_compared_at_the_same_settings() -> None:
     ("group_size: 64", "group_size: lots", 5, r"variants\.awq\.group_size: .*integer"),
     ("method: awq, group_size: 64", "method: rtn, grid: 3", 5, r"awq\.grid: unknown field; .* of activations, bits, "),
     ("method: awq, group_size: 64", "method: gptq, smooth: 0.5", 5, r"smooth goes with activations: int8"),
+    ("method: awq, group_size: 64", "method: bitsandbytes, type: int8, double_quant: true", 5, r"goes with type: nf4"),
+    ("method: awq, group_size: 64", "method: bitsandbytes, type: fp4", 5, r"awq\.type: .*'nf4' or 'int8'"),
     ("method: awq", "method: magic", 5, r"variants\.awq.*: .*'awq', 'gptq', 'fp8'"),
     ("awq: {", "bf16: {", 4, r"variants: 'bf16' is the baseline"),
     ("owner/name", "name", 1, r"model: 'name' is no file or folder here"),

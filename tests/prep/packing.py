@@ -1,7 +1,11 @@
-"""Pack weights by hand, value by value, as the two formats are defined: round to nearest, groups along the input."""
+"""Pack weights by hand, value by value, as the formats are defined: round to nearest, groups along the input."""
+
+import json
 
 import numpy as np
 from tiny import Arrays, llama_arrays, llama_config
+
+from qserve.packed_bitsandbytes import LEVELS
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG = llama_config()
@@ -63,4 +67,50 @@ def packed_llama(method: str) -> Arrays:
         parts = gptq_parts(floats(values)) if method == "gptq" else awq_parts(floats(values))
         for field, part in parts.items():
             out[f"{name.removesuffix('.weight')}.{field}"] = ("F16" if field == "scales" else "I32", part)
+    return out
+
+
+# --- bitsandbytes ----------
+def nf4_parts(weight: np.ndarray, double_quant: bool = False) -> Arrays:
+    """Field -> values. Every 64 weights that follow one another are divided by their largest."""
+    blocks = weight.reshape(-1, 64)
+    absmax = np.abs(blocks).max(axis=1)
+    levels = np.array(LEVELS, np.float32)
+    index = np.abs((blocks / absmax[:, None]).reshape(-1, 1) - levels).argmin(axis=1)
+    packed = np.array([[16 * first + second] for first, second in zip(index[::2], index[1::2], strict=True)], np.uint8)
+    state: dict[str, object] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+    parts: Arrays = {"weight": ("U8", packed), "weight.quant_map": ("F32", levels)}
+    if double_quant:
+        offset, steps = absmax.mean(), np.linspace(-1, 1, 256, dtype=np.float32)
+        largest = np.array([np.abs(part).max() for part in np.split(absmax - offset, range(256, len(absmax), 256))])
+        each = np.repeat(largest, 256)[: len(absmax)]
+        nearest = np.abs(((absmax - offset) / each)[:, None] - steps).argmin(axis=1)
+        parts["weight.absmax"] = ("U8", nearest.astype(np.uint8))
+        parts["weight.nested_absmax"], parts["weight.nested_quant_map"] = ("F32", largest), ("F32", steps)
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(offset)}
+    else:
+        parts["weight.absmax"] = ("F32", absmax)
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    return {**parts, "weight.quant_state.bitsandbytes__nf4": ("U8", text)}
+
+
+def int8_parts(weight: np.ndarray) -> Arrays:
+    largest = np.abs(weight).max(axis=1)
+    return {
+        "weight": ("I8", np.round(weight / largest[:, None] * 127).astype(np.int8)), "SCB": ("F32", largest),
+        "weight_format": ("U8", np.zeros((), np.uint8)),
+    }  # fmt: skip
+
+
+def bitsandbytes_llama(kind: str) -> Arrays:
+    """The tiny llama with every linear layer in one of `nf4`, `double`, `int8`."""
+    out: Arrays = {}
+    for name, (dtype, values) in llama_arrays(CONFIG).items():
+        layer = name.removesuffix(".weight")
+        if layer not in TARGETS:
+            out[name] = (dtype, values)
+            continue
+        weight = floats(values)
+        parts = int8_parts(weight) if kind == "int8" else nf4_parts(weight, kind == "double")
+        out |= {f"{layer}.{field}": part for field, part in parts.items()}
     return out

@@ -12,7 +12,7 @@ from qserve.prep.preflight import check_disk, check_memory, check_variant, compu
 from qserve.prep.schemes import ignore_of, matches
 from qserve.prep.source import Outline
 from qserve.recipe import Recipe
-from qserve.variants import Awq, Fp8, Gptq, QuantizedVariant
+from qserve.variants import Awq, Bitsandbytes, Fp8, Gptq, QuantizedVariant
 from qserve.workspace import Workspace
 
 CPU = Machine(flavour="cpu", cpu="test", cores=2, isa=("avx2",), memory_bytes=16 * 2**30)
@@ -80,6 +80,23 @@ def test_what_cannot_work_is_refused(variant: QuantizedVariant, config: dict[str
 def test_a_layer_that_does_not_fit_may_be_ignored() -> None:
     narrow = ("lm_head", *(f"re:.*{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up")))
     check_variant("v", Gptq(method="gptq", group_size=128, ignore=narrow), SMOL, CPU)
+
+
+def test_bitsandbytes_takes_widths_that_its_kernel_here_takes_and_no_experts() -> None:
+    nf4, int8 = Bitsandbytes(method="bitsandbytes"), Bitsandbytes(method="bitsandbytes", type="int8")
+    zen4 = CPU.model_copy(update={"isa": ("avx2", "avx512f", "avx512_bf16")})
+    check_variant("v", nf4, SMOL, zen4)
+    narrow = llama_config(hidden=96)
+    with pytest.raises(PreflightError, match=r"v: .* multiples of 64 .* q_proj, k_proj.*use type: int8"):
+        check_variant("v", nf4, narrow, zen4)
+    check_variant("v", int8, narrow, zen4)
+    check_variant("v", nf4, narrow, CPU)
+    with pytest.raises(PreflightError, match="v: bitsandbytes rounds no experts"):
+        check_variant("v", int8, MOE, GPU)
+    assert ["--engine transformers" in note for note in kernel_notes("v", nf4, SMOL, GPU)] == [True]
+    source = outline(SMOL, 269_030_016)
+    double = Bitsandbytes(method="bitsandbytes", double_quant=True)
+    assert expected_bytes(source, double) < expected_bytes(source, nf4) < expected_bytes(source, int8) < 269_030_016
 
 
 def test_eight_bit_weights_alone_are_for_gpus() -> None:
