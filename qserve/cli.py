@@ -124,7 +124,8 @@ def bench(
     prepared = find_prepared(parsed, space, names)
     inputs = Inputs(
         recipe=quick_recipe(parsed) if quick else parsed, recipe_file=path, workspace=space, prepared=prepared,
-        data=data, machine=machine, engines=tuple(install_engine(name, parsed.serving, say) for name in engines),
+        data=data, machine=machine,
+        engines=tuple(install_engine(name, parsed.serving, say, map(parsed.variant, names)) for name in engines),
         reference=ensure_runtime("llmcompressor", machine.flavour, say), quick=quick, say=say,
         options=given_options(context, NOT_OF_THE_RUN),
     )  # fmt: skip
@@ -189,7 +190,8 @@ def _open_alone(recipe: "Recipe", prepared: "Prepared", name: "EngineName", pyth
     serving = recipe.serving.model_copy(update={"python": python or recipe.serving.python})
     room = Room(1, available_bytes(), prepared.manifest.weights.total_bytes)
     setting = Setting(serving, read_config(prepared.folder), look(), room, max(recipe.bench.concurrency))
-    return open_engine(install_engine(name, serving, say), setting)
+    installed = install_engine(name, serving, say, [recipe.variant(prepared.variant)])
+    return open_engine(installed, setting)
 
 
 def _until_stopped(live: Any) -> None:
@@ -275,7 +277,7 @@ def runtimes(
 ) -> None:
     """Manage the environments of the heavy stacks.
 
-    List, build, check or remove them: llm-compressor, vLLM, AutoAWQ, AutoGPTQ, GPTQModel, llama.cpp.
+    List, build, check or remove them: llm-compressor, vLLM, AutoAWQ, AutoGPTQ, GPTQModel, bitsandbytes, llama.cpp.
     """
     from qserve.runtimes import runtimes_command
 

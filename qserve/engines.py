@@ -5,7 +5,7 @@ install_engine    its program, found or built, and checked: before any work
 open_engine       the engine, its settings chosen
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never, cast, get_args
@@ -15,12 +15,12 @@ from qserve.errors import PreflightError, UsageError
 from qserve.llama_cpp import adopt_llama_server, check_llama_cpp_can_be_built, ensure_llama_cpp
 from qserve.machine import look
 from qserve.recipe import EngineName, Recipe, Serving
-from qserve.runtime_spec import sglang_spec
+from qserve.runtime_spec import RuntimeName, sglang_spec
 from qserve.runtimes import adopt, ensure, ensure_runtime
 from qserve.serve import llama_server, sglang, tgi, transformers_loop, vllm
 from qserve.serve.engine import Engine, Setting
 from qserve.uvrun import Say
-from qserve.variants import BASELINE, Gguf, Variant
+from qserve.variants import BASELINE, Bitsandbytes, Gguf, Variant
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,20 @@ def engine_for(variant: Variant, asked: str | None, recipe: Recipe) -> EngineNam
     Raises:
         PreflightError: the one asked for cannot serve it.
     """
-    own: EngineName = "llama-server" if isinstance(variant, Gguf) else recipe.serving.engine
-    name = engine_name(asked) if asked else own
+    name = engine_name(asked) if asked else _own_engine(variant, recipe.serving.engine)
     if reason := unservable(name, variant):
         raise PreflightError(reason)
     return name
+
+
+def _own_engine(variant: Variant, usual: EngineName) -> EngineName:
+    match variant:
+        case Gguf():
+            return "llama-server"
+        case Bitsandbytes() if usual not in ("transformers", "pipeline"):
+            return "transformers"
+        case _:
+            return usual
 
 
 def unservable(name: EngineName, variant: Variant) -> str | None:
@@ -104,8 +113,9 @@ def refuse(name: EngineName, serving: Serving, machine: Machine) -> None:
             assert_never(name)
 
 
-def install_engine(name: EngineName, serving: Serving, say: Say) -> Installed:
-    """The program of an engine, built on first use; the user's own where `serving` names one.
+def install_engine(name: EngineName, serving: Serving, say: Say, variants: Iterable[Variant] = ()) -> Installed:
+    """The program of an engine, built on first use; the user's own where `serving` names one. `variants`: what it will
+    serve. If bitsandbytes is among it, all is served from the environment that has it, the baseline included.
 
     Raises:
         RuntimeBuildError, UsageError: it cannot be had here; says what it needs.
@@ -119,7 +129,10 @@ def install_engine(name: EngineName, serving: Serving, say: Say) -> Installed:
                 )
             return Installed(name, runtime.python, runtime.digest)
         case "transformers" | "pipeline":
-            runtime = ensure_runtime("llmcompressor", look().flavour, say, serving.python)
+            needed: RuntimeName = "llmcompressor"
+            if any(isinstance(variant, Bitsandbytes) for variant in variants):
+                needed = "bitsandbytes"
+            runtime = ensure_runtime(needed, look().flavour, say, serving.python)
             return Installed(name, runtime.python, runtime.digest)
         case "llama-server" if serving.llama_server is not None:
             return Installed(name, *adopt_llama_server(serving.llama_server))

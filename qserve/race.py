@@ -46,15 +46,14 @@ def choose_entries(asked: Sequence[str], recipe: Recipe) -> tuple[tuple[EngineNa
     and can serve a variant of the recipe.
 
     Raises:
-        UsageError: no such engine or variant, or one twice.
+        UsageError: no such engine or variant, or an engine twice with the same variant.
         PreflightError: an engine that cannot serve its variant here.
     """
     every = ("transformers", "pipeline", "llama-server", "vllm")
     texts = asked or [name for name in every if _first_servable(engine_name(name), recipe)]
     chosen = tuple(_entry(text, recipe) for text in texts)
-    names = [name for name, _ in chosen]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"--engine {twice} is there twice; a race has each engine once")
+    if twice := next((pair for pair in chosen if chosen.count(pair) > 1), None):
+        raise UsageError(f"--engine {':'.join(twice)} is there twice; a race has each engine once with a variant")
     return chosen
 
 
@@ -79,10 +78,15 @@ def install_entries(
     chosen: Sequence[tuple[EngineName, Prepared]], recipe: Recipe, say: Say
 ) -> tuple[tuple[Entry, Installed], ...]:
     """Every engine's program. A Python or program that the recipe names is of its own engine alone."""
+    served: dict[EngineName, list[str]] = {}
+    for name, prepared in chosen:
+        served.setdefault(name, []).append(prepared.variant)
     found = []
     for name, prepared in chosen:
         own = recipe.serving if name == recipe.serving.engine else recipe.serving.model_copy(update={"python": None})
-        found.append((Entry(name, prepared), install_engine(name, own, say)))
+        alone = len(served[name]) == 1 or prepared.variant == BASELINE
+        entry = Entry(name if alone else f"{name}:{prepared.variant}", name, prepared)
+        found.append((entry, install_engine(name, own, say, map(recipe.variant, served[name]))))
     return tuple(found)
 
 
@@ -160,8 +164,8 @@ def _write(course: Course, wall_s: float) -> None:
     legs: dict[str, list[Leg]] = {}
     starters = []
     for entry, _ in inputs.entries:
-        starters.append(Starter(name=entry.engine, served=_served(inputs.recipe, entry)))
-        legs[entry.engine] = [Leg.read(leg_path(course.run, entry.engine, n)) for n in range(PASSES)]
+        starters.append(Starter(name=entry.name, served=_served(inputs.recipe, entry)))
+        legs[entry.name] = [Leg.read(leg_path(course.run, entry.name, n)) for n in range(PASSES)]
     for index, attached in enumerate(inputs.attached):
         starters.append(Starter(name=attached.url, served=attached.model))
         legs[attached.url] = [Leg.read(leg_path(course.run, f"attached{index}", n)) for n in range(PASSES)]

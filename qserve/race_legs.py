@@ -42,8 +42,10 @@ class Heat:
 
 @dataclass(frozen=True)
 class Entry:
-    """An engine of ours with the checkpoint it serves."""
+    """An engine of ours with the checkpoint it serves. `name`: the engine's; with the variant's, where it is in the
+    race with another one."""
 
+    name: str
     engine: EngineName
     prepared: Prepared
 
@@ -78,7 +80,7 @@ def run_pass(course: Course, engines: Sequence[tuple[Entry, Engine]], number: in
     """Each engine once; the second pass in the opposite order."""
     in_order = list(engines) if number % 2 == 0 else list(reversed(engines))
     for entry, engine in in_order:
-        if not (path := leg_path(course.run, entry.engine, number)).exists():
+        if not (path := leg_path(course.run, entry.name, number)).exists():
             course.inputs.say(f"pass {number + 1} of {PASSES}: starting {entry.engine} with {entry.prepared.variant}")
             _leg(course, entry, engine, number).write(path)
     for index, attached in enumerate(course.inputs.attached):
@@ -97,20 +99,20 @@ def _leg(course: Course, entry: Entry, engine: Engine, number: int) -> Leg:
     recipe, prepared = course.inputs.recipe, entry.prepared
     at = ("127.0.0.1", server.free_port("127.0.0.1", 0))
     subject = Subject(prepared.variant, prepared.folder, recipe.variant(prepared.variant))
-    log = course.run / f"server-{entry.engine}-{number + 1}.log"
+    log = course.run / f"server-{entry.name}-{number + 1}.log"
     try:
         with server.running(engine.launch(subject, at), log, course.inputs.say) as live:
             facts = engine.facts(live, log.name)
-            course.inputs.say(f"{entry.engine}: ready after {live.startup_s:.0f} s")
+            course.inputs.say(f"{entry.name}: ready after {live.startup_s:.0f} s")
             unlike = Target(live.url, live.model) if entry.engine == "tgi" else None
-            blocks = dict(_rounds(course, entry.engine, number, _asker(course, live, unlike, number)))
+            blocks = dict(_rounds(course, entry.name, number, _asker(course, live, unlike, number)))
             if not live.alive():
                 raise ServerError(f"{entry.engine} died while it served: {server.first_error(log)}; log: {log}")
             peak = max((b.memory_bytes for b in blocks.values() if b.memory_bytes), default=None)
             memory = engine.memory(live, prepared.manifest.weights.total_bytes, peak)
             return Leg(facts=facts, memory=memory, blocks=BLOCKS.dump_json(blocks).decode())
     except QserveError as error:
-        course.inputs.say(f"{entry.engine}: failed: {error}")
+        course.inputs.say(f"{entry.name}: failed: {error}")
         return Leg(problem=str(error))
 
 

@@ -20,7 +20,7 @@ from qserve.machine import core_ids
 from qserve.serve.engine import Setting, Subject
 from qserve.serve.kv_cache import GIB, context_length, kv_bytes_per_token
 from qserve.serve.server import Launch, Server, ask
-from qserve.variants import Gguf, Variant
+from qserve.variants import Bitsandbytes, Gguf, Variant
 
 MIB = 2**20
 GGUF_NAME = "model.gguf"
@@ -81,6 +81,8 @@ def unservable(variant: Variant) -> str | None:
     match variant:
         case Gguf():
             return None
+        case Bitsandbytes():
+            return "llama-server serves GGUF files (method: gguf), and bitsandbytes is none; use --engine transformers"
         case _:
             return f"llama-server serves GGUF files (method: gguf), and {variant.method} is none; use --engine vllm"
 

@@ -15,7 +15,7 @@ from qserve.serve.info import probe
 from qserve.serve.kv_cache import context_length, kv_bytes_per_token
 from qserve.serve.server import Launch, Server
 from qserve.serve.vllm import choose_dtype
-from qserve.variants import Variant
+from qserve.variants import Bitsandbytes, Gguf, Variant
 
 COUNTERS = {
     "running": ("sglang:num_running_reqs",), "waiting": ("sglang:num_queue_reqs",),
@@ -86,7 +86,13 @@ class Sglang:
 
 def unservable(variant: Variant) -> str | None:
     """Why it cannot serve this format; None where it can."""
-    return "sglang is not set up for GGUF files; use --engine llama-server" if variant.method == "gguf" else None
+    match variant:
+        case Gguf():
+            return "sglang is not set up for GGUF files; use --engine llama-server"
+        case Bitsandbytes():
+            return "sglang is not set up for bitsandbytes checkpoints; use --engine transformers"
+        case _:
+            return None
 
 
 def need_gpu(machine: Machine) -> None:

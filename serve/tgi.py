@@ -18,7 +18,7 @@ from qserve.serve.engine import Setting, Subject
 from qserve.serve.info import probe
 from qserve.serve.kv_cache import context_length
 from qserve.serve.server import Launch, Server
-from qserve.variants import Variant
+from qserve.variants import Bitsandbytes, Gguf, Variant
 
 IMAGES: Mapping[str, str] = {
     "cuda": "ghcr.io/huggingface/text-generation-inference:3.3.4",
@@ -86,7 +86,13 @@ class Tgi:
 
 def unservable(variant: Variant) -> str | None:
     """Why it cannot serve this format; None where it can. It reads compressed-tensors by itself."""
-    return "tgi serves no GGUF file; use --engine llama-server" if variant.method == "gguf" else None
+    match variant:
+        case Gguf():
+            return "tgi serves no GGUF file; use --engine llama-server"
+        case Bitsandbytes():
+            return "tgi is not set up for bitsandbytes checkpoints; use --engine transformers"
+        case _:
+            return None
 
 
 def find_image(asked: str | None, machine: Machine) -> tuple[str, str]:

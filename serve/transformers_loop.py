@@ -37,7 +37,8 @@ class Serving(Frozen):
 
 @dataclass(frozen=True)
 class TransformersLoop:
-    """The engine. `python` has transformers in it; `runtime` is the digest of that environment."""
+    """The engine. `python` has transformers in it, and bitsandbytes where it serves that; `runtime` is the digest of
+    that environment."""
 
     name: LoopName
     python: Path
@@ -88,7 +89,8 @@ class TransformersLoop:
 
 
 def unservable(variant: Variant) -> str | None:
-    """transformers computes every safetensors format that qserve writes, if need be by expanding it."""
+    """transformers computes every safetensors format that qserve writes: by bitsandbytes what that wrote, else if need
+    be by expanding it."""
     if isinstance(variant, Gguf):
         return "transformers would serve the expanded weights of a GGUF file, not the file; use --engine llama-server"
     return None

@@ -347,7 +347,7 @@ def load(args: argparse.Namespace) -> Naive:
     torch.set_num_threads(args.threads)
     device = "cuda" if args.device == "cuda" else "cpu"
     dtype = getattr(torch, args.dtype)
-    model = runpy.run_path(args.loader)["load"](args.checkpoint, dtype).to(device)
+    model = runpy.run_path(args.loader)["load_to_serve"](args.checkpoint, dtype, device)
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
     pipe = None
     if args.mode == "pipeline":
@@ -362,13 +362,28 @@ def describe(naive: Naive) -> dict[str, object]:
     named = None if method is None else str(getattr(method, "value", method))
     if expanded := getattr(model, "expanded_from", None):  # a format that transformers alone cannot read
         named = f"{expanded}, expanded"
-    layers = {type(m).__name__ for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    layers = {f"{type(m).__module__.split('.')[0]} {type(m).__name__}" for m in linear(model)}
     return {
         "version": transformers.__version__, "torch": torch.__version__, "dtype": str(model.dtype).split(".")[-1],
         "quantization": named,
-        "kernels": [f"torch {name}" for name in sorted(layers)] + [f"{model.config._attn_implementation} attention"],
-        "loaded_bytes": int(model.get_memory_footprint()), "threads": torch.get_num_threads(),
+        "kernels": [*sorted(layers), f"{model.config._attn_implementation} attention"],
+        "loaded_bytes": int(model.get_memory_footprint()) + scale_bytes(model), "threads": torch.get_num_threads(),
     }  # fmt: skip
+
+
+def linear(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+
+
+def scale_bytes(model: Any) -> int:
+    """The scales of bitsandbytes' layers, which are neither parameters nor buffers."""
+    found = 0
+    for module in linear(model):
+        state = getattr(module.weight, "quant_state", None)
+        nested = getattr(state, "state2", None)
+        scales = (getattr(state, "absmax", None), getattr(nested, "absmax", None), getattr(module.weight, "SCB", None))
+        found += sum(scale.nbytes for scale in scales if scale is not None)
+    return found
 
 
 def main() -> None:

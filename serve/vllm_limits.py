@@ -4,7 +4,7 @@ from typing import assert_never
 
 from qserve.artifacts import Machine
 from qserve.recipe import Serving, StartQuantization
-from qserve.variants import Awq, Bf16, Fp8, Gguf, Gptq, Mxfp4, Nvfp4, Rtn, Variant
+from qserve.variants import Awq, Bf16, Bitsandbytes, Fp8, Gguf, Gptq, Mxfp4, Nvfp4, Rtn, Variant
 
 
 def too_few_gpus(serving: Serving, machine: Machine) -> str | None:
@@ -52,6 +52,8 @@ def unservable(variant: Variant, machine: Machine) -> str | None:
             return "vLLM's CPU kernel takes 4-bit weights only; use bits: 4, or activations: int8"
         case Gguf():
             return "vLLM's builds here read no GGUF files; use --engine llama-server"
+        case Bitsandbytes():
+            return "vLLM reads no bitsandbytes checkpoint any more; serve it with --engine transformers"
         case Nvfp4() | Mxfp4() if machine.flavour == "cpu":
             return "vLLM has no CPU kernel for FP4; serve it on a GPU (compute capability 10.0 computes in it)"
         case Fp8(kv_cache=True) if x86_without_avx512:

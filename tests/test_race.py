@@ -113,7 +113,7 @@ def test_an_interrupted_race_goes_on(race: Race, project: Path) -> None:
     ("words", "code", "says"),
     [
         (("--engine", "nothing"), 2, "no engine 'nothing'"),
-        (("--engine", "vllm", "--engine", "vllm"), 2, "is there twice"),
+        (("--engine", "vllm", "--engine", "vllm:bf16"), 2, "--engine vllm:bf16 is there twice"),
         (("--engine", "transformers:int8"), 2, "no checkpoint of int8"),
         (("--engine", "int8@vllm"), 2, "a race names the engine first: vllm:int8"),
         (("--engine", "transformers", "--attach", "http://127.0.0.1:9"), 6, "nobody answers"),
@@ -130,6 +130,8 @@ def test_which_checkpoint_an_engine_serves() -> None:
     recipe = load_recipe(find_recipe("quickstart"))
     assert choose_entries(("transformers", "vllm:int8"), recipe) == (("transformers", "bf16"), ("vllm", "int8"))
     assert [name for name, _ in choose_entries((), recipe)] == ["transformers", "pipeline", "vllm"]
+    twice = choose_entries(("transformers", "transformers:int8"), recipe)
+    assert twice == (("transformers", "bf16"), ("transformers", "int8"))
     with_file = with_gguf(recipe, ("llama-server",))
     assert choose_entries(("llama-server",), with_file) == (("llama-server", "gguf-bf16"),)
     assert with_gguf(with_file, ("llama-server",)) == with_file  # it has one
