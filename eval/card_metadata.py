@@ -40,10 +40,11 @@ def metadata(subject: Subject) -> ModelCardData:
 
 def _tags(subject: Subject) -> Iterator[str]:
     yield from ("qserve", "quantized", subject.quant_method)
-    yield from () if subject.quant_method == "gguf" else ("vllm",)
     backend = subject.manifest.settings.get("backend")
-    yield from (str(backend),) if backend else ("llm-compressor",) if subject.quant_method != "gguf" else ()
-    yield from subject.manifest.label.partition(" (")[0].lower().split()  # gptq w8a8 int8
+    if subject.quant_method not in ("gguf", "bitsandbytes"):
+        yield from ("vllm", str(backend) if backend else "llm-compressor")
+    words = subject.manifest.label.partition(" (")[0].lower().split()  # gptq w8a8 int8
+    yield from (word for word in words if word != subject.quant_method)
 
 
 def _datasets(manifest: Manifest) -> list[str] | None:

@@ -10,7 +10,13 @@ READERS = {
 
 
 def use(subject: Subject) -> str:
-    parts = [_llama_cpp(subject)] if subject.quant_method == "gguf" else [_vllm(subject), _transformers(subject)]
+    match subject.quant_method:
+        case "gguf":
+            parts = [_llama_cpp(subject)]
+        case "bitsandbytes":  # vLLM reads it no more
+            parts = [_transformers(subject)]
+        case _:
+            parts = [_vllm(subject), _transformers(subject)]
     return "## Use\n\n" + "\n\n".join(parts)
 
 
@@ -55,7 +61,8 @@ def _setting(subject: Subject, name: str) -> object:
 
 
 def _transformers(subject: Subject) -> str:
-    reader = READERS[subject.manifest.settings.get("backend")]
+    own = subject.quant_method == "bitsandbytes"
+    reader = "accelerate bitsandbytes" if own else READERS[subject.manifest.settings.get("backend")]
     install = fenced("sh", f"pip install torch transformers {reader}")
     return f"With transformers:\n\n{install}\n\n{fenced('python', _python(subject))}"
 

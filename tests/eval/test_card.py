@@ -148,6 +148,14 @@ def test_a_gguf_file_is_served_by_llama_cpp() -> None:
     assert "vllm" not in text.lower()
 
 
+def test_a_bitsandbytes_checkpoint_is_for_transformers() -> None:
+    made = manifest(label="bitsandbytes NF4", settings={"method": "bitsandbytes", "type": "nf4"}, calibration=None)
+    text = model_card(subject(None, manifest=made, quant_method="bitsandbytes"))
+    assert "pip install torch transformers accelerate bitsandbytes\n" in text
+    assert "vllm" not in text.lower()
+    assert ModelCard(text).data.tags == ["qserve", "quantized", "bitsandbytes", "nf4"]
+
+
 def test_without_a_chat_template_the_lines_complete_a_text() -> None:
     assert "apply_chat_template" in model_card(subject(None))
     assert "apply_chat_template" not in model_card(subject(None, chat=False))
