@@ -17,7 +17,7 @@ def main(job: dict[str, Any], emit: Any) -> dict[str, Any]:
     plain = _logprobs(file["load"](job["source"], torch.float32), ids)
     found = []
     for folder in job["checkpoints"]:
-        served, defined = file["load_to_serve"](folder, torch.bfloat16, "cpu"), file["load"](folder, torch.float32)
+        served, defined = file["load_to_serve"](folder, torch.float32, "cpu"), file["load"](folder, torch.float32)
         layers = {type(module).__name__ for module in served.modules() if isinstance(module, torch.nn.Linear)}
         expanded = _logprobs(defined, ids)
         gap = (_logprobs(served, ids) - expanded).abs().mean()

@@ -85,7 +85,9 @@ def test_packed_weights_mean_the_sources(prepared: dict[str, Prepared]) -> None:
 
 
 def test_its_kernels_compute_what_the_definition_says(tmp_path: Path, prepared: dict[str, Prepared]) -> None:
-    """This is what the gate of a bench relies on: the reference is the definition, the server is bitsandbytes."""
+    """This is what the gate of a bench relies on: the reference is the definition, the server is bitsandbytes. (Its
+    NF4 kernel for a CPU with AVX512-BF16 computes in bfloat16 whatever it is given.)
+    """
     job = {
         "checkpoints": [str(prepared[name].folder) for name in VARIANTS], "source": str(prepared["bf16"].folder),
         "loader": str(LOADER), "ids": list(b"The quick brown fox jumps over the lazy dog"),
@@ -94,8 +96,8 @@ def test_its_kernels_compute_what_the_definition_says(tmp_path: Path, prepared: 
     worker = Path(__file__).with_name("bitsandbytes_kernels_worker.py")
     four, eight = run_job(Job("kernels", python, worker, job, tmp_path / "log"))["found"]
     assert (four["layers"], eight["layers"]) == (["Linear", "Linear4bit"], ["Linear", "Linear8bitLt"])
-    for found in (four, eight):
-        assert 0 < found["gap"] < 0.3 * found["apart"], (four, eight)
+    assert four["gap"] < 0.1 * four["apart"]
+    assert eight["gap"] < 0.1 * eight["apart"]
 
 
 def test_one_environment_serves_a_race_of_it_and_bf16(recipe: Recipe, prepared: dict[str, Prepared]) -> None:
