@@ -126,6 +126,13 @@ def _conditions(measured: Measured) -> Iterator[str]:
             f"Quality: {count(q.windows, 'window')} of {q.context_tokens:,} tokens of {text}, "
             f"scored by the live server; sha256 {q.data.sha256[:16]}…; no record of it was used for calibration."
         )
+        for name, task in q.tasks.items():
+            if task.score is not None:
+                yield (
+                    f"Task {plain(name)}: {task.items:,} of {count(task.of_items, 'item')}, {task.few_shot} examples "
+                    "before each, by lm-evaluation-harness through the live server, without a chat template; "
+                    f"sha256 {task.sha256[:16]}…"
+                )
     if result.fidelity:
         f = result.fidelity
         yield (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from qserve.artifacts import Estimate, Licence, Manifest, Quality
+from qserve.artifacts import Estimate, Licence, Manifest, Quality, TaskScore
 from qserve.eval.publishable import Measured, Regime
 from qserve.recipe import HubSource, parse_source
 
@@ -65,6 +65,20 @@ def _results(subject: Subject) -> Iterator[EvalResult]:
     for metric, name, estimate in known:
         if estimate is not None and math.isfinite(estimate.value):
             yield _result(metric, name, estimate, quality)
+    for name, task in quality.tasks.items():
+        if task.score is not None and math.isfinite(task.score.value):
+            yield _task_result(name, task, task.score)
+
+
+def _task_result(name: str, task: TaskScore, score: Estimate) -> EvalResult:
+    args = {"items": task.items, "of_items": task.of_items, "few_shot": task.few_shot, "sha256": task.sha256,
+            "context_tokens": task.context_tokens, "first": task.bos}  # fmt: skip
+    error = score.se if score.se is not None and math.isfinite(score.se) else None
+    return EvalResult(
+        task_type="text-generation", dataset_type=task.dataset or "custom", dataset_name=name,
+        metric_type=task.metric.partition(" ")[0], metric_name=f"{name}, {task.metric}", metric_value=score.value,
+        dataset_args=args, metric_args=None if error is None else {"standard_error": error},
+    )  # fmt: skip
 
 
 def _result(metric: str, name: str, estimate: Estimate, quality: Quality) -> EvalResult:

@@ -1,10 +1,11 @@
 """The two tables of a model card: speed by load, and what it costs and saves."""
 
 from qserve.artifacts import Estimate, Point, VariantResult
-from qserve.eval import figures
+from qserve.eval import figures, table
 from qserve.eval.figures import NONE
 from qserve.eval.publishable import Measured
-from qserve.eval.table import Cell, Table, against_bf16
+from qserve.eval.table import Cell, Table
+from qserve.eval.tasks import against_bf16
 
 
 def tables(measured: Measured) -> tuple[Table, ...]:
@@ -22,13 +23,13 @@ def _row(point: Point) -> tuple[Cell, ...]:
     return (
         Cell(str(point.concurrency)),
         *(Cell(figures.number(speed)) for speed in speeds),
-        *(against_bf16(point, item, False) for item in ratios),
+        *(table.against_bf16(point, item, False) for item in ratios),
     )
 
 
 def _costs(measured: Measured) -> Table:
     own, base = measured.result, measured.report.baseline
-    rows = [*_quality(own, base), *_sizes(own, base)]
+    rows = [*_quality(own, base), *_tasks(own, base), *_sizes(own, base)]
     return Table("Quality and size", ("", own.name, "bf16", "÷ bf16"), tuple(rows))
 
 
@@ -47,6 +48,21 @@ def _quality(own: VariantResult, base: VariantResult) -> list[tuple[Cell, ...]]:
         for name, value, other, ratio, scale, unit in values
         if value is not None
     ]
+
+
+def _tasks(own: VariantResult, base: VariantResult) -> list[tuple[Cell, ...]]:
+    """A score, bf16's, and whether the difference is one."""
+    theirs = base.quality.tasks if base.quality else {}
+    rows: list[tuple[Cell, ...]] = []
+    for name, task in (own.quality.tasks if own.quality else {}).items():
+        if task.score is None:
+            continue
+        beside = theirs[name].score if name in theirs else None
+        verdict = against_bf16(task)
+        under = f"{figures.signed(task.delta)} on the same items, {verdict}" if task.delta and verdict else None
+        score = Cell(figures.estimate(task.score), under=under)
+        rows.append((Cell(f"{name}, {task.metric}"), score, _or_none(beside), Cell(NONE)))
+    return rows
 
 
 def _or_none(item: Estimate | None) -> Cell:

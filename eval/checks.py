@@ -9,12 +9,14 @@ from qserve.decision import Check, State
 from qserve.eval import figures
 from qserve.eval.compare import t_95
 from qserve.eval.student import samples_needed
+from qserve.eval.tasks import interval, needed
 from qserve.variants import BASELINE
 from qserve.wishes import Floor, Wishes
 
 MISSING_LIMIT = 0.01  # share of requests without the latency in question, up to which they are passed over
 BOUND_NEEDS = {"p50": 5, "p95": 59, "p99": 299}  # values that a one-sided 95 % bound above the percentile needs
 WINDOWS_FIRST = 4  # asked for where the noise is not known at all
+ITEMS_FIRST = 50  # the same of a task
 
 
 def of_format(variant: VariantResult, wishes: Wishes) -> tuple[Check, ...]:
@@ -22,7 +24,8 @@ def of_format(variant: VariantResult, wishes: Wishes) -> tuple[Check, ...]:
     served = _served(variant)
     if served.state == "fails":
         return (served,)
-    return served, *_floor(variant, wishes.floor), *_memory(variant, wishes.memory_gb)
+    tasks = (task_check(name, variant.quality, limit) for name, limit in wishes.floor.tasks.items())
+    return served, *_floor(variant, wishes.floor), *tasks, *_memory(variant, wishes.memory_gb)
 
 
 def _served(variant: VariantResult) -> Check:
@@ -77,6 +80,31 @@ def quality_check(name: str, quality: Quality | None, limit: float, at_most: boo
     deviation = item.se * math.sqrt(quality.windows)
     needed = max(samples_needed(deviation, abs(room), 0.95), quality.windows + 1)
     return Check(demand=name, state="unknown", says=f"{said}: within noise", more_windows=needed)
+
+
+def task_check(name: str, quality: Quality | None, limit: float) -> Check:
+    """The 95 % interval of the score against the limit; bf16's as well, since the floor is one on the score itself."""
+    demand = f"task:{name}"
+    task = quality.tasks.get(name) if quality else None
+    within = interval(task) if task else None
+    if task is None or task.score is None:
+        why = f": {task.note}" if task and task.note else ""
+        return Check(demand=demand, state="unknown", says=f"its score on {name} was not measured{why}")
+    asked = f"at least {figures.number(limit)} is asked for"
+    if within is None:
+        says = f"its {name} is {figures.estimate(task.score)}, {asked}; its noise is not known"
+        return Check(demand=demand, state="unknown", says=says, more_items=min(ITEMS_FIRST, task.of_items))
+    low, high = within
+    said = (
+        f"its {name} is {figures.share_range(task.score.value, within)} of {figures.count(task.items, 'item')}, {asked}"
+    )
+    if low >= limit or high < limit:
+        return Check(demand=demand, state="holds" if low >= limit else "fails", says=said)
+    more = needed(task, limit)
+    if task.items + task.too_long >= task.of_items:  # every item there is
+        return Check(demand=demand, state="unknown", says=f"{said}: within noise, and it has no more items", final=True)
+    items = min(max(more or task.of_items, task.items + 1), task.of_items)
+    return Check(demand=demand, state="unknown", says=f"{said}: within noise", more_items=items)
 
 
 # --- memory ----------

@@ -10,6 +10,7 @@ from qserve.eval.findings import verdict
 from qserve.eval.flips import Ground, flips
 from qserve.eval.more import more
 from qserve.eval.settle import Race, Settled, settle
+from qserve.eval.table import everyone
 from qserve.variants import BASELINE
 from qserve.wishes import Wishes
 
@@ -20,12 +21,7 @@ def decide(report: Report, wishes: Wishes) -> Decision:
     Raises:
         UsageError: a floor on what no report has.
     """
-    if wishes.floor.tasks:
-        named = figures.listed(list(wishes.floor.tasks))
-        raise UsageError(
-            f"a floor on the task score of {named} is asked for, and this report has no task scores; "
-            "use a floor on kl, top1 or perplexity_ratio"
-        )
+    _check_tasks(report, wishes)
     settled = settle(report, wishes)
     rival = _runner_up(report, wishes, settled)
     lead = settled.lead
@@ -38,6 +34,17 @@ def decide(report: Report, wishes: Wishes) -> Decision:
         runner_up_says=_rival_says(rival, wishes) if rival else None, formats=settled.standings,
         flips=flips(Ground(report, wishes, settled, rival or _base(settled, lead))), more=more(report, wishes, settled),
     )  # fmt: skip
+
+
+def _check_tasks(report: Report, wishes: Wishes) -> None:
+    """Raises UsageError for a floor on a task that was not asked at all."""
+    there = {name: None for v in everyone(report) if v.quality for name in v.quality.tasks}
+    if missing := [name for name in wishes.floor.tasks if name not in there]:
+        has = f"has the tasks {figures.listed(list(there))}" if there else "has no task scores"
+        raise UsageError(
+            f"a floor on the task score of {figures.listed(missing)} is asked for, and this report {has}; name it in "
+            f"the recipe (quality: {{tasks: [{missing[0]}]}}) and run `qserve bench {report.recipe_file}`"
+        )
 
 
 def _base(settled: Settled, lead: FormatStanding | None) -> FormatStanding | None:

@@ -52,6 +52,16 @@ def estimate(item: Estimate | None, scale: float = 1.0, unit: str = "") -> str:
     return f"{value:,.{decimals}f} ± {error:,.{decimals}f}{unit}"
 
 
+def share_range(value: float, within: tuple[float, float]) -> str:
+    """`0.412 [0.345, 0.482]`: a share with its 95 % interval."""
+    return f"{value:.3f} [{within[0]:.3f}, {within[1]:.3f}]"
+
+
+def signed(item: Estimate) -> str:
+    """A difference as `estimate` has it, with its sign."""
+    return f"+{estimate(item)}" if item.value > 0 else estimate(item).replace("-", "−", 1)
+
+
 def size(value_bytes: int | None) -> str:
     """Decimal megabytes, gigabytes from 1 GB on."""
     return UNKNOWN if value_bytes is None else rounding.size(value_bytes)

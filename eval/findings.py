@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from qserve.artifacts import Machine, Point, Ratio, Report, VariantResult
 from qserve.eval import figures
 from qserve.eval.figures import listed
+from qserve.eval.tasks import against_bf16
 
 FAR_SLOWER = 0.5  # a variant that is surely below half the speed is worth a word in the headline
 
@@ -18,7 +19,7 @@ def findings(report: Report) -> tuple[str, ...]:
     """The headline, then what was not resolved, where speed was lost, quality, and bytes."""
     if report.quick or not candidates(report):
         return (headline(report),)
-    rest = (*_speeds(report), _quality(report), _bytes(report))
+    rest = (*_speeds(report), _quality(report), _tasks(report), _bytes(report))
     return (headline(report), *(sentence for sentence in rest if sentence))
 
 
@@ -297,6 +298,17 @@ def _quality(report: Report) -> str:
     known = [(v.quality.kl.value, v.name, v.quality.kl) for v in candidates(report) if v.quality and v.quality.kl]
     said = [f"{name} {figures.estimate(kl)}" for _, name, kl in sorted(known, key=lambda item: item[0])]
     return f"KL to bf16 in nats, closest first: {listed(said)}." if said else ""
+
+
+def _tasks(report: Report) -> str:
+    """`Task scores minus bf16's: int8 on arc_easy −0.010 ± 0.008 (within noise).`; nothing where none are paired."""
+    said = [
+        f"{v.name} on {name} {figures.signed(task.delta)} ({against_bf16(task)})"
+        for v in report.variants
+        for name, task in (v.quality.tasks if v.quality else {}).items()
+        if task.delta is not None
+    ]
+    return f"Task scores minus bf16's: {listed(said)}." if said else ""
 
 
 def _bytes(report: Report) -> str:

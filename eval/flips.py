@@ -16,6 +16,7 @@ from qserve.eval.lengths import lengths
 from qserve.eval.settle import Settled, settle
 from qserve.eval.standing import load_at
 from qserve.eval.table import concurrencies, everyone
+from qserve.eval.tasks import interval
 from qserve.variants import BASELINE
 from qserve.wishes import Floor, Wishes
 
@@ -47,6 +48,7 @@ def flips(ground: Ground) -> tuple[Flip, ...]:
         *lengths(ground.report, ground.settled, ground.rival),
         *_price(ground),
         *_floor(ground),
+        *_task_floors(ground),
         *_memory(ground),
     ]
     return (*found, *_slo(ground))
@@ -137,6 +139,25 @@ def _stricter_floor(ground: Ground, lead: FormatStanding, name: str) -> Iterator
     word = "above" if name == "top1" else "below"
     says = f"a floor on {name} {word} {figures.significant(edge)} rules {lead.name} out; then {_then(other, ground.at)}"
     yield Flip(by="floor", says=says, to=other.choice)
+
+
+def _task_floors(ground: Ground) -> Iterator[Flip]:
+    """Each floor on a task: left out, and so high that the lead fails for sure, at the good end of its interval."""
+    floor, lead = ground.wishes.floor, ground.settled.lead
+    variant = _variant(ground, lead)
+    for name in floor.tasks:
+        rest = {task: limit for task, limit in floor.tasks.items() if task != name}
+        other = ground.with_wishes(floor=floor.model_copy(update={"tasks": rest}))
+        if not _same(other, ground.settled):
+            yield Flip(by="floor", says=f"without the floor on task {name} {_then(other, ground.at)}", to=other.choice)
+        task = variant.quality.tasks.get(name) if variant and variant.quality else None
+        within = interval(task) if task else None
+        if lead is None or within is None or within[1] >= 1:
+            continue
+        edge = min(within[1] * 1.000001, 1.0)
+        other = ground.with_wishes(floor=floor.model_copy(update={"tasks": {**floor.tasks, name: edge}}))
+        ruled = f"a floor on task {name} above {figures.significant(within[1])} rules {lead.name} out"
+        yield Flip(by="floor", says=f"{ruled}; then {_then(other, ground.at)}", to=other.choice)
 
 
 def _memory(ground: Ground) -> Iterator[Flip]:

@@ -13,12 +13,14 @@ from qserve.wishes import Wishes
 
 
 def more(report: Report, wishes: Wishes, settled: Settled) -> More | None:
-    """What to run; None where nothing is open. The new run is judged by itself, so its pairs are all it has."""
+    """What to run; None where nothing is open, or no longer run would close it. The new run is judged by itself, so its
+    pairs are all it has."""
     needs = settled.needs
-    if not needs:
+    if all(need.final for need in needs):
         return None
     pairs = max((min(n, PAIRS) for need in needs if (n := _pairs(report, wishes, settled, need))), default=None)
     windows = max((min(need.windows, RECORDS) for need in needs if need.windows), default=None)
+    items = max((min(need.items, RECORDS) for need in needs if need.items), default=None)
     concurrency = next((need.concurrency for need in needs if need.concurrency), None)
     lengths = next((need.lengths for need in needs if need.lengths), (None, None))
     if report.quick:
@@ -27,15 +29,16 @@ def more(report: Report, wishes: Wishes, settled: Settled) -> More | None:
         concurrency = wishes.traffic.concurrency  # the others would be measured for nothing
     options = [*_only(report, settled), *_engines(report, settled)]
     numbers: list[str] = []
-    for name, value in (("--pairs", pairs), ("--windows", windows), ("--concurrency", concurrency),
-                        ("--prompt-tokens", lengths[0]), ("--output-tokens", lengths[1])):  # fmt: skip
+    for name, value in (("--pairs", pairs), ("--windows", windows), ("--task-items", items),
+                        ("--concurrency", concurrency), ("--prompt-tokens", lengths[0]),
+                        ("--output-tokens", lengths[1])):  # fmt: skip
         numbers += [name, str(value)] if value else []
     own = {"--engine"} if report.variants else {"--engine", "--only"}  # bf16 alone leaves the question as it is
     kept = _kept(report, {*options, *numbers, *own})
     command = shlex.join(["qserve", "bench", report.recipe_file, *kept, *numbers, *options])
     return More(
-        why=tuple(need.why for need in needs), command=command, pairs=pairs, windows=windows, concurrency=concurrency,
-        loads_s=_loads_s(report, settled, pairs, concurrency),
+        why=tuple(need.why for need in needs), command=command, pairs=pairs, windows=windows, task_items=items,
+        concurrency=concurrency, loads_s=_loads_s(report, settled, pairs, concurrency),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import yaml
 
 from qserve.artifacts import DataRecord, LoadSummary, Point, Report, VariantResult
-from qserve.eval import figures
+from qserve.eval import figures, task_table
 from qserve.eval.figures import UNKNOWN, count, listed
 from qserve.eval.table import engines, everyone
 
@@ -63,6 +63,10 @@ DEFINITIONS = (
 )
 
 
+def definitions(report: Report) -> tuple[tuple[str, str], ...]:
+    return (*DEFINITIONS, *task_table.DEFINITIONS) if task_table.named(report) else DEFINITIONS
+
+
 # --- what went wrong, and what to know ----------
 def notes(report: Report) -> tuple[str, ...]:
     """What failed and why, what is not valid, what was cut short, where the weights came from."""
@@ -93,6 +97,7 @@ def _variant_notes(variant: VariantResult) -> Iterator[str]:
     elif variant.layers_fallback:
         of = f"{variant.layers_fallback} of {variant.layers if variant.layers is not None else UNKNOWN}"
         yield f"{variant.name}: {of} layers fell back to round-to-nearest."
+    yield from task_table.task_notes(variant)
 
 
 def _point_notes(name: str, point: Point) -> Iterator[str]:
@@ -132,8 +137,8 @@ def settings(report: Report) -> str:
 
 
 def data(report: Report) -> tuple[str, ...]:
-    """One line a part of the data: counts, what was dropped, hash."""
-    return tuple(_record(record) for record in report.data)
+    """One line a part of the data: counts, what was dropped, hash; then one a task."""
+    return (*(_record(record) for record in report.data), *task_table.task_data(report))
 
 
 def _record(record: DataRecord) -> str:

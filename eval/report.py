@@ -9,6 +9,7 @@ from qserve.eval import notes, table
 from qserve.eval.findings import findings
 from qserve.eval.report_html import SMOKE, model_name, to_html
 from qserve.eval.table import Cell, Table
+from qserve.eval.task_table import task_table
 
 __all__ = ["read_report", "to_html", "to_json", "to_markdown", "write_report"]
 
@@ -54,7 +55,13 @@ def to_markdown(report: Report) -> str:
 
 
 def _tables(report: Report) -> str:
-    made = [table.results(report), table.latency(report), table.memory(report), table.fidelity(report)]
+    made = [
+        table.results(report),
+        task_table(report),
+        table.latency(report),
+        table.memory(report),
+        table.fidelity(report),
+    ]
     made += [table.served(report), table.requests(report)]
     told = [f"## {one.title}\n\n{markdown_table(one)}" for one in made if one.rows]
     noted = notes.notes(report)
@@ -63,7 +70,7 @@ def _tables(report: Report) -> str:
 
 def _provenance(report: Report) -> str:
     judged = notes.quality_settings(report)
-    parts = ["## Definitions", _list([f"{term}: {text}" for term, text in notes.DEFINITIONS])]
+    parts = ["## Definitions", _list([f"{term}: {text}" for term, text in notes.definitions(report)])]
     facts = (("Model", report.model), ("Recipe", report.recipe_file), *notes.machine(report))
     parts += ["## Machine and model", _list([f"{key}: {value}" for key, value in facts])]
     parts += ["## Settings", _code(notes.settings(report))]

@@ -8,6 +8,7 @@ from qserve.eval.findings import findings
 from qserve.eval.markup import Safe, el, join
 from qserve.eval.plots import Chart, charts
 from qserve.eval.table import Cell, Table
+from qserve.eval.task_table import task_table
 
 SMOKE = "Smoke run: the figures show that everything works, and no more. Leave out --quick to measure."
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -91,7 +92,7 @@ def figure(chart: Chart) -> Safe:
 
 
 def _details(report: Report) -> Safe:
-    tables = (table.latency, table.memory, table.fidelity, table.served)
+    tables = (task_table, table.latency, table.memory, table.fidelity, table.served)
     shown = [section(made.title, drawn(made)) for make in tables if (made := make(report)).rows]
     sent = table.requests(report)
     return join(*shown, folded(f"{sent.title}: sent, complete, cut, failed", drawn(sent)) if sent.rows else None)
@@ -103,7 +104,7 @@ def _provenance(report: Report) -> Safe:
     judged = notes.quality_settings(report)
     commands = [join(el("h3", name), el("pre", el("code", line))) for name, line in notes.commands(report)]
     return join(
-        section("Definitions", _terms(notes.DEFINITIONS)),
+        section("Definitions", _terms(notes.definitions(report))),
         section("Machine and model", _terms(rows)),
         folded("Settings", el("pre", el("code", notes.settings(report)))),
         folded("Server commands", *commands) if commands else None,

@@ -39,6 +39,8 @@ class Need:
     names: tuple[str, ...] = ()  # formats to measure again; none: all of them
     pairs: int | None = None
     windows: int | None = None
+    items: int | None = None  # of each task
+    final: bool = False  # no longer run answers it
     requests: int | None = None  # at the concurrency in question
     concurrency: int | None = None  # one that was not measured
     lengths: tuple[int | None, int | None] | None = None  # prompt and output tokens that were not measured
@@ -142,8 +144,9 @@ def _needs_of(one: FormatStanding, wishes: Wishes) -> list[Need]:
         if check.state == "unknown":
             unmeasured = check.demand == "load" and check.more_requests is None
             found.append(
-                Need(f"{one.name}: {check.says}", (one.name,), windows=check.more_windows,
-                     requests=check.more_requests, concurrency=wishes.traffic.concurrency if unmeasured else None)
+                Need(f"{one.name}: {check.says}", (one.name,), windows=check.more_windows, items=check.more_items,
+                     final=check.final, requests=check.more_requests,
+                     concurrency=wishes.traffic.concurrency if unmeasured else None)
             )  # fmt: skip
     return found
 

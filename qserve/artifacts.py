@@ -7,7 +7,7 @@ Everything is a frozen value that round-trips through JSON. Units are in the nam
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from qserve.errors import DamagedFile
 from qserve.values import Frozen
@@ -242,6 +242,32 @@ class Estimate(Frozen):
     se: float | None
 
 
+class TaskScore(Frozen):
+    """One task of lm-evaluation-harness, scored through the live server. Items are the units of all standard errors.
+
+    score: mean over items of `metric`, each from 0 to 1; None: `note` says why there is none.
+    delta: score - bf16's, on the items that both were asked, paired item by item; None of bf16 itself.
+    won, lost: items on which the variant has the higher value, the lower one.
+    """
+
+    metric: str  # "acc", "exact_match (strict-match)"
+    score: Estimate | None
+    binary: bool = True  # every item is right (1) or wrong (0)
+    delta: Estimate | None = None
+    won: int | None = None
+    lost: int | None = None
+    items: int  # scored
+    paired: int | None = None  # of those, scored on bf16 too
+    of_items: int  # that the task has
+    too_long: int = 0  # items that were left out, since they do not fit into the context
+    few_shot: int  # worked examples before each item
+    context_tokens: int | None
+    bos: str | None  # what stands first in a prompt
+    sha256: str  # of the documents that were to be asked
+    dataset: str | None = None  # Hub id
+    note: str | None = None
+
+
 class Quality(Frozen):
     """Teacher-forced on held-out windows, by the live server.
 
@@ -261,6 +287,7 @@ class Quality(Frozen):
     top_k: int
     bos: str  # what stands first in a window
     data: DataRecord
+    tasks: dict[str, TaskScore] = Field({})  # by name
 
 
 class Fidelity(Frozen):

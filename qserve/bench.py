@@ -43,11 +43,15 @@ def quick_recipe(recipe: Recipe) -> Recipe:
             "variant_s": 30.0, "output_tokens": min(8, recipe.bench.output_tokens),
         }
     )  # fmt: skip
-    return recipe.model_copy(update={"bench": bench})
+    few = {"task_items": min(8, recipe.quality.task_items or 8)} if recipe.quality.tasks else {}
+    return recipe.model_copy(update={"bench": bench, "quality": recipe.quality.model_copy(update=few)})
 
 
-def changed_recipe(recipe: Recipe, bench: Mapping[str, object], windows: int | None) -> Recipe:
-    """The recipe with what was given on the command line instead of its own; None leaves it. More pairs get more time.
+def changed_recipe(
+    recipe: Recipe, bench: Mapping[str, object], windows: int | None, task_items: int | None = None
+) -> Recipe:
+    """The recipe with what was given on the command line instead of its own; None leaves it. More pairs get more time,
+    and so do more items.
 
     Raises:
         UsageError: a value that cannot be.
@@ -61,8 +65,14 @@ def changed_recipe(recipe: Recipe, bench: Mapping[str, object], windows: int | N
         first = error.errors()[0]
         message = first["msg"].removeprefix("Value error, ")
         raise UsageError(f"bench.{'.'.join(map(str, first['loc']))}: {message}") from error
-    quality = recipe.quality.model_copy(update={"windows": windows} if windows else {})
-    return recipe.model_copy(update={"bench": changed, "quality": quality})
+    own = recipe.quality
+    judged: dict[str, object] = {"windows": windows} if windows else {}
+    if task_items:
+        judged |= {
+            "task_items": task_items,
+            "task_s": own.task_s * max(1.0, task_items / (own.task_items or task_items)),
+        }
+    return recipe.model_copy(update={"bench": changed, "quality": own.model_copy(update=judged)})
 
 
 def run_bench(inputs: Inputs) -> Path:
@@ -166,8 +176,9 @@ def _arms(inputs: Inputs, engines: tuple[Engine, ...]) -> tuple[Arm, ...]:
 def _run_folder(inputs: Inputs, engines: tuple[Engine, ...]) -> Path:
     """The folder of an unfinished run of exactly this, else a new one. What is to be chosen plays no part in it."""
     digest = digest_of(
-        [inputs.recipe.model_dump(mode="json", exclude={"choose"}), [p.manifest.digest for p in inputs.prepared],
-         [engine.identity for engine in engines], inputs.quick, __version__]
+        [inputs.recipe.measured(), [p.manifest.digest for p in inputs.prepared],
+         [engine.identity for engine in engines], inputs.quick, __version__,
+         *(inputs.tasks.identity if inputs.tasks else [])]
     )  # fmt: skip
     for folder in sorted(inputs.workspace.runs.glob(f"*-{digest}"), reverse=True):
         if not (folder / "measurements.json").exists():

@@ -35,7 +35,7 @@ def choose(
     run: Annotated[Path | None, typer.Argument(help="A run folder; default: the newest.")] = None,
     slo: Annotated[list[str] | None, typer.Option(help="NAME=SECONDS, as ttft_p95=0.5; may be given again.")] = None,
     floor: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE of kl, top1 or perplexity_ratio; may be given again.")
+        list[str] | None, typer.Option(help="NAME=VALUE of kl, top1, perplexity_ratio or task:NAME.")
     ] = None,
     concurrency: Annotated[int | None, typer.Option(help="Requests in flight on one machine.")] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second, of all machines.")] = None,

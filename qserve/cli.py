@@ -61,9 +61,11 @@ def prep(
     """
     from qserve.prep.stage import prepare
     from qserve.recipe import find_recipe, load_recipe
+    from qserve.tasks import check_tasks
     from qserve.workspace import open_workspace
 
     parsed = load_recipe(find_recipe(recipe))
+    check_tasks(parsed)
     done = prepare(parsed, open_workspace(workspace), _only(parsed, only), say, python)
     for checkpoint in done:
         typer.echo(f"{checkpoint.variant}\t{checkpoint.folder}")
@@ -94,6 +96,9 @@ def bench(
     windows: Annotated[
         int | None, typer.Option(min=1, max=limits.RECORDS, help="Of held-out text, instead of the recipe's.")
     ] = None,
+    task_items: Annotated[
+        int | None, typer.Option(min=1, max=limits.RECORDS, help="Of each task, instead of the recipe's.")
+    ] = None,
     workspace: WorkspaceOption = None,
 ) -> None:
     """Measure every checkpoint beside bf16.
@@ -109,12 +114,13 @@ def bench(
     from qserve.prep.stage import ensure_data, find_prepared
     from qserve.recipe import find_recipe, load_recipe
     from qserve.runtimes import ensure_runtime
+    from qserve.tasks import prepare_tasks
     from qserve.workspace import open_workspace
 
     path, space, machine = find_recipe(recipe), open_workspace(workspace), look()
     changes = {"pairs": pairs, "concurrency": concurrency, "prompt_tokens": prompt_tokens,
                "output_tokens": output_tokens}  # fmt: skip
-    parsed = changed_recipe(load_recipe(path), changes, windows)
+    parsed = changed_recipe(load_recipe(path), changes, windows, task_items)
     names = _only(parsed, only)
     engines = choose_engines(engine or (), parsed, names)
     for name in engines:
@@ -122,8 +128,10 @@ def bench(
     check_recipe(parsed, find_prepared(parsed, space, ())[0].folder)
     data = ensure_data(parsed, space, say)
     prepared = find_prepared(parsed, space, names)
+    asked = quick_recipe(parsed) if quick else parsed
+    tasks = prepare_tasks(asked, space, machine.flavour, say)
     inputs = Inputs(
-        recipe=quick_recipe(parsed) if quick else parsed, recipe_file=path, workspace=space, prepared=prepared,
+        recipe=asked, recipe_file=path, workspace=space, prepared=prepared, tasks=tasks,
         data=data, machine=machine,
         engines=tuple(install_engine(name, parsed.serving, say, map(parsed.variant, names)) for name in engines),
         reference=ensure_runtime("llmcompressor", machine.flavour, say), quick=quick, say=say,
@@ -277,7 +285,8 @@ def runtimes(
 ) -> None:
     """Manage the environments of the heavy stacks.
 
-    List, build, check or remove them: llm-compressor, vLLM, AutoAWQ, AutoGPTQ, GPTQModel, bitsandbytes, llama.cpp.
+    List, build, check or remove them: llm-compressor, vLLM, AutoAWQ, AutoGPTQ, GPTQModel, bitsandbytes, lm_eval,
+    llama.cpp.
     """
     from qserve.runtimes import runtimes_command
 

@@ -27,6 +27,8 @@ class Check(Frozen):
     says: str  # a clause, with the figure
     more_windows: int | None = None  # of held-out text, that would decide it
     more_requests: int | None = None  # at this concurrency, that would decide it
+    more_items: int | None = None  # of the task, that would decide it
+    final: bool = False  # unknown, and no longer run of this kind would decide it
 
 
 class FormatStanding(Frozen):
@@ -63,6 +65,7 @@ class More(Frozen):
     command: str
     pairs: int | None = None  # blocks on each side, at each concurrency
     windows: int | None = None
+    task_items: int | None = None  # of each task
     concurrency: int | None = None
     loads_s: float | None = None  # that its blocks will take, by those that were measured
 

@@ -25,6 +25,7 @@ from qserve.recipe import Bench, Recipe
 from qserve.runtimes import Runtime
 from qserve.serve import server
 from qserve.serve.engine import Engine, Subject
+from qserve.tasks import Tasks, score_tasks
 from qserve.variants import BASELINE
 from qserve.workspace import Workspace
 
@@ -57,6 +58,7 @@ class Inputs:
     quick: bool
     say: Say
     options: tuple[str, ...] = ()  # of the command, for whoever runs it again
+    tasks: Tasks | None = None
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,16 @@ def _judge(
     )  # fmt: skip
     gap = f"{gate.error:.4f} nats from the checkpoint in transformers (limit {gate.limit:.4f})"
     context.inputs.say(f"{arm.name}: perplexity {gate.served_perplexity:.3f}, {gap}")
-    return scored, result
+    return scored, _with_tasks(context, arm, live, result)
+
+
+def _with_tasks(context: Context, arm: Arm, live: server.Server, result: VariantResult) -> VariantResult:
+    """And its task scores, where there are tasks and it serves what its checkpoint says."""
+    tasks = context.inputs.tasks
+    if tasks is None or result.quality is None or result.status != "measured":
+        return result
+    scores = score_tasks(tasks, context.run, arm.name, arm.prepared.folder, live)
+    return result.model_copy(update={"quality": result.quality.model_copy(update={"tasks": scores})})
 
 
 def _made(context: Context, arm: Arm) -> dict[str, object]:

@@ -166,12 +166,26 @@ class Bench(Frozen):
 
 
 class Quality(Frozen):
-    """Held-out text: `windows` windows of `tokens` tokens, scored by what is served."""
+    """Held-out text: `windows` windows of `tokens` tokens, scored by what is served. And tasks, where any are named."""
 
     dataset: Dataset | None = None  # None: the calibration data set (other records of it)
     windows: int = Field(16, ge=1, le=limits.RECORDS)
     tokens: int = Field(512, ge=16, le=limits.TOKENS)
     top_k: int = Field(64, ge=1, le=1024)
+    # of lm-evaluation-harness: a name (arc_easy), or a task file of your own in its format (./mine.yaml)
+    tasks: tuple[str, ...] = ()
+    task_items: int | None = Field(None, ge=1)  # at most this many of each task, drawn at random; None: all
+    task_s: float = Field(900, gt=0)  # here a variant takes no new items: what is done by then is its score
+
+    @field_validator("tasks")
+    @classmethod
+    def _tasks_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("each task once")
+        return value
+
+
+NO_TASKS = {"quality": {"tasks", "task_items", "task_s"}}
 
 
 class Recipe(Frozen):
@@ -214,6 +228,10 @@ class Recipe(Frozen):
 
     def load_data(self) -> Dataset:
         return self.bench.dataset or self.calibration
+
+    def measured(self) -> dict[str, Any]:
+        """What decides the figures of a run: not what is to be chosen, and nothing of tasks where there are none."""
+        return self.model_dump(mode="json", exclude={"choose": True, **({} if self.quality.tasks else NO_TASKS)})
 
 
 # --- reading ----------
@@ -327,6 +345,11 @@ def _known_fields(loc: tuple[object, ...], method: str | None) -> Iterator[str]:
     yield from next((models[p] for p in reversed(parents) if p in models), Recipe).model_fields
 
 
+def is_task_file(task: object) -> bool:
+    """A task of one's own is named by its file, one of lm-evaluation-harness by its name."""
+    return isinstance(task, str) and task.endswith((".yaml", ".yml"))
+
+
 def _is_beside(folder: Path, value: str) -> bool:
     return value.startswith(("./", "../")) or os.path.exists(folder / value)
 
@@ -339,6 +362,8 @@ def _anchor_paths(data: dict[Any, Any], folder: Path) -> dict[Any, Any]:
             out[key] = _anchor_paths(value, folder)
         elif key in ("model", "dataset", "python") and isinstance(value, str) and _is_beside(folder, value):
             out[key] = os.path.abspath(folder / value)  # a link stays a link: a virtual environment is one
+        elif key == "tasks" and isinstance(value, list):
+            out[key] = [os.path.abspath(folder / t) if is_task_file(t) else t for t in value]
         else:
             out[key] = value
     return out

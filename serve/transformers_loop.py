@@ -68,7 +68,8 @@ class TransformersLoop:
         env = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
         env["OMP_NUM_THREADS"] = str(self.threads)
         return Launch(
-            self.name, argv, env, host, port, subject.name, self.start_timeout_s, scoring="prompt_logprobs"
+            self.name, argv, env, host, port, subject.name, self.start_timeout_s, scoring="prompt_logprobs",
+            echoes=self.name == "transformers",
         )  # fmt: skip
 
     def facts(self, server: Server, log_name: str) -> ServerFacts:

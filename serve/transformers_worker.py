@@ -49,6 +49,7 @@ class Ask:
     min_tokens: int
     skip_special_tokens: bool
     prompt_logprobs: int | None
+    echo_logprobs: int | None  # `logprobs` where `echo` is asked for: those of the prompt, in OpenAI's old spelling
     stream: bool
     usage: bool
     usage_each_chunk: bool
@@ -179,7 +180,9 @@ class Naive:
 
     def read(self, body: dict[str, Any], chat: bool) -> Ask:
         """Raises BadRequest, in a sentence, for what this server cannot do."""
-        refused = [name for name in UNSUPPORTED if body.get(name)]
+        echo = body.get("logprobs") if body.get("echo") and not chat and not body.get("stream") else None
+        known = () if echo is None else ("echo", "logprobs")
+        refused = [name for name in UNSUPPORTED if body.get(name) and name not in known]
         if refused or body.get("n", 1) != 1:
             raise BadRequest(f"this server does not know {', '.join(refused) or 'n'}; leave it out")
         if body.get("model", self.name) != self.name:
@@ -193,7 +196,7 @@ class Naive:
         return Ask(
             ids, messages, int(max_tokens), float(body.get("temperature", 1.0)), float(body.get("top_p", 1.0)),
             bool(body.get("ignore_eos")), int(body.get("min_tokens") or 0), body.get("skip_special_tokens", True),
-            body.get("prompt_logprobs"), bool(body.get("stream")), bool(options.get("include_usage")),
+            body.get("prompt_logprobs"), echo, bool(body.get("stream")), bool(options.get("include_usage")),
             bool(options.get("continuous_usage_stats")),
         )  # fmt: skip
 
@@ -207,6 +210,8 @@ class Naive:
             made = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
             return list(made["input_ids"]), messages
         prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
+            prompt = prompt[0]
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"]), None
         if isinstance(prompt, list) and all(isinstance(i, int) for i in prompt):
@@ -284,7 +289,17 @@ class Api(BaseHTTPRequestHandler):
         choice = {**self.part("".join(pieces), chat, whole=True), "finish_reason": done.finish}
         if ask.prompt_logprobs is not None and not chat:
             choice["prompt_logprobs"] = self.naive.score(ask.ids, ask.prompt_logprobs)
+        if ask.echo_logprobs is not None:
+            choice["logprobs"] = self.echo(ask, done)
         self.reply(200, {**self.head(chat, whole=True), "choices": [choice], "usage": usage(len(ask.ids), done)})
+
+    def echo(self, ask: Ask, done: Done) -> dict[str, object]:
+        """Log-probabilities of the prompt's tokens; those of the answer's are not known."""
+        places = [place or {} for place in self.naive.score(ask.ids, max(ask.echo_logprobs or 1, 1))]
+        own = [place[str(token)]["logprob"] if place else None for token, place in zip(ask.ids, places, strict=True)]
+        top = [{f"token_id:{key}": one["logprob"] for key, one in place.items()} or None for place in places]
+        unknown = [None] * done.output_tokens
+        return {"token_logprobs": own + unknown, "top_logprobs": top + unknown}
 
     def stream(self, ask: Ask, chat: bool) -> None:
         self.send_response(200)

@@ -191,7 +191,7 @@ def launch_vllm(python: Path, checkpoint: Path, name: str, settings: Settings, a
         argv += ["--gpu-memory-utilization", str(settings.memory_share)]
     return Launch(
         "vllm", (*argv, *settings.extra_args), _env(settings, python), host, port, name, settings.start_timeout_s,
-        counters=COUNTERS, scoring="prompt_logprobs",
+        counters=COUNTERS, scoring="prompt_logprobs", echoes=True,
     )  # fmt: skip
 
 

@@ -12,13 +12,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import capitals
+import httpx
 import pyarrow.parquet as pq
 import pytest
 import use_card
 from hub_stand_in import hub_stand_in
 
 from qserve.artifacts import Manifest, Report
+from qserve.eval.tasks import ArmTasks
 from qserve.machine import look
 from qserve.runtime_spec import spec_of
 from qserve.serve.server import free_port
@@ -45,11 +49,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("samples: 32", "samples: 4"),
         ("rows: 4000", "rows: 600"),
         ("windows: 4", "windows: 1"),
+        ("quality:\n", "quality:\n  tasks: [./capitals.yaml]\n"),
     ):
         assert old in text
         text = text.replace(old, new)
     lines = [line for line in text.splitlines() if not line.strip().startswith(("awq:", "gptq:", "fp8:"))]
     (folder / "qserve.yaml").write_text("\n".join(lines))
+    capitals.write_task(folder)
     return folder
 
 
@@ -126,6 +132,38 @@ def test_the_report_holds_what_was_measured(report: Report, project: Path) -> No
     assert sum(r["output_tokens"] for r in rows if r["arm"] == "variant") == point.variant.output_tokens
 
 
+def test_tasks_are_scored_and_paired(report: Report, project: Path) -> None:
+    (int8,) = report.variants
+    base, own = (v.quality.tasks["capitals"] for v in (report.baseline, int8) if v.quality)
+    assert base.score and own.score and own.delta, (base.note, own.note)
+    assert base.score.value > 0.25 and (base.items, base.of_items, base.few_shot) == (8, 20, 0)  # better than a guess
+    assert own.delta.value == pytest.approx(own.score.value - base.score.value)
+    assert own.won is not None and own.lost is not None
+    assert own.won - own.lost == round(8 * own.delta.value)
+    assert (own.context_tokens, own.sha256) == (2048, base.sha256)
+    said = qserve("choose", "--floor", "task:mmlu=0.5", cwd=project, expect=2).stderr
+    assert "this report has the tasks capitals; name it in the recipe" in said
+
+
+def directly(url: str, item: dict[str, Any]) -> tuple[float, float]:
+    """1 if the server finds the right city the likeliest, by the sums of its `prompt_logprobs`; and by how many nats
+    the best one leads."""
+
+    def ask(text: str) -> dict[str, Any]:
+        body = {"model": "int8", "prompt": text, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        reply = httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=60).raise_for_status()
+        return dict(reply.json())
+
+    context = capitals.prompt(item)
+    known = ask(context)["usage"]["prompt_tokens"]
+    sums = []
+    for choice in item["choices"]:
+        places = ask(f"{context} {choice}")["choices"][0]["prompt_logprobs"][known:]
+        sums.append(sum(next(iter(place.values()))["logprob"] for place in places))
+    best, second = sorted(sums, reverse=True)[:2]
+    return float(sums.index(best) == item["answer"]), best - second
+
+
 def test_the_report_prints_in_each_format(report: Report, project: Path) -> None:
     assert json.loads(qserve("report", "--format", "json", cwd=project).stdout)["run"] == report.run
     assert "| int8" in qserve("report", cwd=project).stdout
@@ -149,6 +187,12 @@ def test_serve_prints_a_curl_line_that_works_and_stops_on_ctrl_c(prepared: dict[
         load = json.loads(qserve("load", url, *words, cwd=project).stdout)
         assert (load["summary"]["ok"], load["summary"]["output_tokens"]) == (4, 32)
         assert load["model"] == "int8"
+        (path,) = project.glob("qserve-workspace/runs/*/tasks-int8.json")
+        scored = ArmTasks.read(path).tasks["capitals"].values
+        found = {i: directly(url, item) for i, item in enumerate(capitals.items()) if f"capitals/{i}" in scored}
+        sure = {f"capitals/{i}": value for i, (value, lead) in found.items() if lead > 0.2}  # beyond rounding
+        assert len(scored) == 8 and len(sure) >= 4
+        assert sure.items() <= scored.items()
         metrics = subprocess.run(["curl", "-s", f"{url}/metrics"], capture_output=True, text=True, check=True).stdout
         assert "vllm:prefix_cache_queries_total" in metrics
     finally:

@@ -8,7 +8,17 @@ import yaml
 from huggingface_hub import ModelCard
 from sample_report import ALL, variant
 
-from qserve.artifacts import DataRecord, FileEntry, Licence, Manifest, Report, VariantResult, Weights
+from qserve.artifacts import (
+    DataRecord,
+    Estimate,
+    FileEntry,
+    Licence,
+    Manifest,
+    Report,
+    TaskScore,
+    VariantResult,
+    Weights,
+)
 from qserve.eval.card import model_card
 from qserve.eval.card_metadata import Subject
 from qserve.eval.publishable import Measured, Regime, find_measured, objections
@@ -193,3 +203,28 @@ def test_a_report_is_of_a_checkpoint_by_its_digest_and_older_ones_by_the_time_it
     assert find_measured(holding(prep_s=83.123456), manifest())
     assert find_measured(holding(prep_s=83.123457), manifest()) is None
     assert find_measured(holding(digest="0123456789ab").model_copy(update={"quick": True}), manifest()) is None
+
+
+def test_task_scores_stand_in_the_metadata_and_beside_bf16s() -> None:
+    found = measured_at({8: (1.43, 1.38, 1.49)})
+    base = found.report.baseline
+    assert found.result.quality and base.quality
+    own = TaskScore(
+        metric="acc", score=Estimate(value=0.38, se=0.049), delta=Estimate(value=-0.02, se=0.0141), won=0, lost=2,
+        paired=100, items=100, of_items=2376, few_shot=0, context_tokens=2048, bos="none", sha256="cd" * 32,
+        dataset="allenai/ai2_arc",
+    )  # fmt: skip
+    unknown = own.model_copy(update={"score": None, "delta": None, "note": "a reason with /a/path in it"})
+    quality = found.result.quality.model_copy(update={"tasks": {"arc_easy": own, "lost": unknown}})
+    theirs = {"arc_easy": own.model_copy(update={"score": Estimate(value=0.4, se=0.049), "delta": None})}
+    row = found.result.model_copy(update={"quality": quality})
+    bf16 = base.model_copy(update={"quality": base.quality.model_copy(update={"tasks": theirs})})
+    card = ModelCard(model_card(subject(Measured(found.report.model_copy(update={"baseline": bf16}), row))))
+    (result,) = [r for r in card.data.eval_results if r.dataset_name == "arc_easy"]
+    assert (result.dataset_type, result.metric_type, result.metric_value) == ("allenai/ai2_arc", "acc", 0.38)
+    assert result.metric_args == {"standard_error": 0.049} and result.dataset_args["items"] == 100
+    assert (
+        "| arc\\_easy, acc | 0.380 ± 0.049, −0.0200 ± 0.0141 on the same items, within noise | 0.400 ± 0.049 |"
+        in card.text
+    )
+    assert "lost" not in card.content and "/a/path" not in card.content

@@ -178,7 +178,9 @@ def test_unmeasured_quality_is_unknown_and_a_task_floor_is_refused() -> None:
         update={"windows": 1, "kl": Estimate(value=0.02, se=None)}))  # fmt: skip
     decision = decide(one_window, Wishes(floor=Floor(kl=0.1)))
     assert decision.outcome == "unresolved" and decision.more and decision.more.windows == 4
-    with pytest.raises(UsageError, match=r"task score of mmlu.*use a floor on kl"):
+    with pytest.raises(
+        UsageError, match=r"task score of mmlu.*no task scores; name it in the recipe \(quality: \{tasks: \[mmlu\]\}\)"
+    ):
         decide(one_window, Wishes(floor=Floor(tasks={"mmlu": 0.5})))
 
 

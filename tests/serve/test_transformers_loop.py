@@ -121,6 +121,19 @@ def test_prompt_logprobs_are_those_of_the_model(loop: tuple[TransformersLoop, Se
         assert np.exp(list(place.values())).sum() == pytest.approx(1, abs=1e-4)
 
 
+def test_echo_gives_the_same_log_probabilities_in_openais_spelling(loop: tuple[TransformersLoop, Server]) -> None:
+    """As lm-evaluation-harness asks: a batch of one prompt, one token to generate."""
+    _, live = loop
+    asked = {"prompt": [PROMPT], "max_tokens": 1, "logprobs": 1, "echo": True, "seed": 1234}
+    found = ask(live, **asked).raise_for_status().json()["choices"][0]["logprobs"]
+    (scored,) = quality.score(live, (tuple(PROMPT),), 1, 60.0)
+    assert len(found["token_logprobs"]) == len(found["top_logprobs"]) == len(PROMPT) + 1
+    assert found["token_logprobs"][0] is None and found["token_logprobs"][-1] is None
+    assert found["token_logprobs"][1:-1] == pytest.approx(list(scored.logprobs), abs=1e-5)
+    best = [max(place.values()) for place in scored.top]
+    assert [max(place.values()) for place in found["top_logprobs"][1:-1]] == pytest.approx(best, abs=1e-5)
+
+
 def test_one_request_at_a_time_and_a_client_that_leaves_is_not_served(loop: tuple[TransformersLoop, Server]) -> None:
     _, live = loop
     with ThreadPoolExecutor(4) as pool, pytest.raises(httpx.TimeoutException):
