@@ -174,8 +174,10 @@ class Quality(Frozen):
     top_k: int = Field(64, ge=1, le=1024)
     # of lm-evaluation-harness: a name (arc_easy), or a task file of your own in its format (./mine.yaml)
     tasks: tuple[str, ...] = ()
-    task_items: int | None = Field(None, ge=1)  # at most this many of each task, drawn at random; None: all
-    task_s: float = Field(900, gt=0)  # here a variant takes no new items: what is done by then is its score
+    # at most this many of each task, drawn at random; None: all
+    task_items: int | None = Field(None, ge=1, le=limits.RECORDS)
+    # here a variant takes no new items: what is done by then is its score
+    task_s: float = Field(900, gt=0, le=limits.SECONDS)
 
     @field_validator("tasks")
     @classmethod
