@@ -18,6 +18,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -281,10 +282,10 @@ class Client(LocalCompletionsAPI):  # type: ignore[misc]
         self.prompts = hashlib.sha256()
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
-        return self.in_blocks(requests, super().loglikelihood, (0.0, False))
+        return self.in_blocks(requests, partial(super().loglikelihood, disable_tqdm=True), (0.0, False))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
-        return self.in_blocks(requests, super().generate_until, "")
+        return self.in_blocks(requests, partial(super().generate_until, disable_tqdm=True), "")
 
     def in_blocks(self, requests: list[Any], ask: Callable[[list[Any]], list[Any]], blank: Any) -> list[Any]:
         """The answers; `blank` for an item that is too long, or that the time did not suffice for."""
