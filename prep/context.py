@@ -71,7 +71,7 @@ class Context:
             if event["event"] == "step":
                 self.say(f"{what}: {event['text']}")
             elif event["event"] == "layer":
-                self.say(f"{what}: {event['done']} of {event['total']}")
+                self.say(f"{what}: part {event['done']} of {event['total']}")
             heard(event)
 
         log = self.workspace.root / "logs" / f"{what.replace('/', '-').replace(' ', '-')}.log"

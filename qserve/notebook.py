@@ -1,4 +1,5 @@
-"""From Python: `qserve.load_report(path).choose(slo={"ttft_p95": 0.5})`. In a notebook both show themselves."""
+"""From Python: `qserve.load_report(path).choose(slo={"ttft_p95": 0.5})`. In a notebook both show themselves; printed,
+they say what `qserve report` and `qserve choose` say."""
 
 from html import escape
 from pathlib import Path
@@ -8,14 +9,19 @@ from qserve.choose import merge, section
 from qserve.decision import Decision
 from qserve.eval.decide import decide
 from qserve.eval.decision_text import to_html as decision_html
+from qserve.eval.decision_text import to_text as decision_text
 from qserve.eval.report import read_report
 from qserve.eval.report import to_html as report_html
+from qserve.eval.report import to_markdown as report_markdown
 from qserve.wishes import Objective
 from qserve.workspace import open_workspace
 
 
 class ShownDecision(Decision):
-    """A Decision that a notebook shows as a table."""
+    """A Decision that a notebook shows as a table, and `print` as `qserve choose` does."""
+
+    def __str__(self) -> str:
+        return decision_text(self)
 
     def _repr_html_(self) -> str:
         return decision_html(self)
@@ -50,6 +56,9 @@ class LoadedReport(Report):
             "price_per_hour": price_per_hour, "objective": objective,
         }  # fmt: skip
         return ShownDecision.model_validate(decide(self, merge(section(self, None), given)).model_dump())
+
+    def __str__(self) -> str:
+        return report_markdown(self)
 
     def _repr_html_(self) -> str:
         """The report's page in a frame of its own, so that its style stays its own."""

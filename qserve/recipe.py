@@ -364,6 +364,8 @@ def _anchor_paths(data: dict[Any, Any], folder: Path) -> dict[Any, Any]:
             out[key] = _anchor_paths(value, folder)
         elif key in ("model", "dataset", "python") and isinstance(value, str) and _is_beside(folder, value):
             out[key] = os.path.abspath(folder / value)  # a link stays a link: a virtual environment is one
+        elif key == "llama_server" and isinstance(value, str) and "/" in value and _is_beside(folder, value):
+            out[key] = os.path.abspath(folder / value)  # a bare name is one on PATH, whatever lies beside the recipe
         elif key == "tasks" and isinstance(value, list):
             out[key] = [os.path.abspath(folder / t) if is_task_file(t) else t for t in value]
         else:

@@ -207,6 +207,7 @@ def test_the_same_from_python(project: Path) -> None:
         assert isinstance(report, Report) and isinstance(decision, Decision)
         assert decision.choice == "int8" and decision.wishes.slo == {"ttft_p95": 1.0}
     assert "<table>" in decision._repr_html_() and "Deploy int8" in decision._repr_html_()
+    assert str(decision).startswith("Deploy int8") and str(report).startswith("# ")
     frame = report._repr_html_()
     assert frame.startswith("<iframe srcdoc=") and frame.count("<") == 2
     page = unescape(frame)

@@ -210,3 +210,13 @@ def test_paths_are_relative_to_the_recipe_and_links_stay_links(tmp_path: Path) -
     recipe = load_recipe(path)
     assert source_text(recipe.calibration.dataset) == str(tmp_path / "data" / "chats.jsonl")
     assert recipe.serving.python == tmp_path / "python"
+
+
+@pytest.mark.parametrize(("said", "found"), [("./llama-server", "{}/llama-server"), ("llama-server", "llama-server")])
+def test_a_path_to_a_llama_server_is_relative_to_the_recipe_and_a_bare_name_is_on_path(
+    tmp_path: Path, said: str, found: str
+) -> None:
+    (tmp_path / "llama-server").write_text("")
+    path = tmp_path / "r.yaml"
+    path.write_text(find_recipe("quickstart").read_text().replace("serving:\n", f"serving:\n  llama_server: {said}\n"))
+    assert load_recipe(path).serving.llama_server == found.format(tmp_path)
