@@ -57,6 +57,18 @@ def check(served: Sequence[Scored], own: Reference, baseline: Reference) -> Fide
     )  # fmt: skip
 
 
+def why_not(gate: Fidelity) -> str:
+    """What is wrong with one that is not faithful: the log-probabilities, or their mean alone."""
+    apart = (
+        f"served log-probabilities are {gate.error:.3f} nats from the checkpoint's in transformers (rounding explains "
+        f"{gate.floor:.3f}, the limit is {gate.limit:.3f})"
+    )
+    shift = f"perplexity is {gate.served_perplexity:.3f} instead of {gate.reference_perplexity:.3f}"
+    if gate.error > gate.limit:
+        return f"{apart}, and {shift}"
+    return f"served {shift}, a shift that rounding does not make, though {apart}"
+
+
 def _mean_gap(a: Sequence[Sequence[float] | np.ndarray], b: Sequence[Sequence[float] | np.ndarray]) -> float:
     return float(np.mean(np.abs(_flat(a) - _flat(b))))
 

@@ -28,6 +28,7 @@ from qserve.wishes import Wishes
 WORTHWHILE = math.log(1.05)  # a gain of less than 5 % is not worth another run
 FALSE_WINNER = 0.05  # chance of naming one where there is none
 PAIRS_FIRST = 4  # asked for where the noise is not known at all
+LOST = ("not faithful", "not servable")  # another run of the same would find the same
 SAME_BYTES = 0.99  # files that differ by less than 1 % break no tie
 
 
@@ -125,6 +126,9 @@ def _blocked(report: Report, wishes: Wishes) -> Need | None:
         return Need("this was a smoke run (--quick), whose figures rank nothing")
     if report.baseline.status != "measured":
         return Need(f"bf16 itself is {report.baseline.status}, so there is nothing to compare with")
+    if not report.baseline.points and report.variants and all(v.status in LOST for v in report.variants):
+        lost = ", ".join(f"{v.name} is {v.status}" for v in report.variants)
+        return Need(f"no load was measured, since no variant could be compared with bf16 ({lost})", final=True)
     asked = (wishes.traffic.prompt_tokens, wishes.traffic.output_tokens)
     if any(want is not None and want != had for want, had in zip(asked, measured_lengths(report), strict=True)):
         had = " and ".join("unknown" if n is None else str(n) for n in measured_lengths(report))

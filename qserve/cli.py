@@ -181,8 +181,9 @@ def serve(
         (log.with_suffix(".json")).write_text(
             f"[{facts.model_dump_json(indent=1)},\n{memory.model_dump_json(indent=1)}]\n"
         )
+        tokens = f"{memory.kv_capacity_tokens:,}" if memory.kv_capacity_tokens else "unknown"
         say(f"ready after {live.startup_s:.0f} s; kernels: {', '.join(facts.kernels) or 'not named in the log'}; "
-            f"KV cache: {memory.kv_capacity_tokens or 'unknown'} tokens")  # fmt: skip
+            f"KV cache: {tokens} tokens")  # fmt: skip
         typer.echo(curl_line(live, prepared.folder))
         _until_stopped(live)
     say("stopped")

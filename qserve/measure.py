@@ -202,11 +202,7 @@ def _judge(
             "perplexity is of those; ratio, KL and top-1 compare the same tokens of bf16"
         )
     if not gate.faithful:
-        problem = (
-            f"served log-probabilities are {gate.error:.3f} nats from the checkpoint's in transformers (rounding "
-            f"explains {gate.floor:.3f}, the limit is {gate.limit:.3f}), and perplexity is "
-            f"{gate.served_perplexity:.3f} instead of {gate.reference_perplexity:.3f}"
-        )
+        problem = fidelity.why_not(gate)
     result = VariantResult(
         name=arm.name, label=manifest.label, status="measured" if gate.faithful else "not faithful",
         problem=problem, **_made(context, arm), server=facts, fidelity=gate,

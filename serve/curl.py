@@ -15,5 +15,5 @@ def curl_line(server: Server, folder: Path) -> str:
         route, ask = "chat/completions", {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
     else:
         route, ask = "completions", {"prompt": "The capital of France is"}
-    body = json.dumps({"model": server.model, **ask, "max_tokens": 64})
+    body = json.dumps({"model": server.model, **ask, "max_tokens": 64, "temperature": 0})
     return f"curl {server.url}/v1/{route} -H 'Content-Type: application/json' -d '{body}'"

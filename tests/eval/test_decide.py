@@ -303,6 +303,14 @@ def test_every_variant_failed() -> None:
     assert decision.choice == "bf16" and "no quantized format qualifies" in decision.sentence
 
 
+def test_a_run_whose_variants_were_all_refused_is_not_asked_for_again() -> None:
+    report = known([Truth("a", status="not faithful"), Truth("b", status="not servable")])
+    bare = report.model_copy(update={"baseline": report.baseline.model_copy(update={"points": ()})})
+    decision = decide(bare, Wishes(traffic=Traffic(concurrency=8)))
+    assert decision.outcome == "unresolved" and decision.more is None
+    assert "no variant could be compared with bf16 (a is not faithful, b is not servable)" in decision.sentence
+
+
 def test_one_pair_has_no_interval_and_asks_for_pairs() -> None:
     decision = decide(known([Truth("int8", 3.0)], count=1), Wishes())
     assert decision.outcome == "unresolved" and decision.more and decision.more.pairs == 4

@@ -82,7 +82,15 @@ def test_a_shifted_perplexity_is_stopped_even_if_rounding_is_rough() -> None:
     rough = fidelity.Reference(float32=((-1.0,) * 100,), bfloat16=((-1.2, -0.8) * 50,))
     noisy = fidelity.check([scored(*({1: -1.2}, {1: -0.8}) * 50)], rough, rough)
     assert noisy.faithful  # as rough as rounding, and shifted by nothing
-    assert not fidelity.check([scored(*[{1: -1.1}] * 100)], rough, rough).faithful  # half as far, all one way
+    shifted = fidelity.check([scored(*[{1: -1.1}] * 100)], rough, rough)
+    assert not shifted.faithful  # half as far, all one way
+    assert fidelity.why_not(shifted).startswith("served perplexity is 3.004 instead of 2.718, a shift that rounding")
+
+
+def test_what_is_not_faithful_says_which_limit_it_breaks() -> None:
+    fine = fidelity.Reference(float32=((-1.0, -1.0),), bfloat16=((-1.0, -1.0),))
+    far = fidelity.check([scored({1: -3.0}, {1: -3.0})], fine, fine)
+    assert fidelity.why_not(far).startswith("served log-probabilities are 2.000 nats from the checkpoint's")
 
 
 def test_a_window_that_was_not_scored_offline_does_not_count() -> None:
