@@ -42,6 +42,12 @@ def headline(race: Race) -> str:
     if not known:
         return f"No engine gave a valid figure ({asked})."
     best, speed = max(known, key=lambda pair: pair[1] or 0.0)
+    if best.throughput and best.throughput.verdict == "unresolved":
+        return (
+            f"Unresolved: {best.name} serves {best.served} at {figures.number(speed)} tokens/s, the most of all; "
+            f"{figures.interval(best.throughput)} times the naive loop is within noise; more --rounds would tell "
+            f"({asked})."
+        )
     than = f": {figures.interval(best.throughput)} times the naive loop" if best.throughput else ""
     return f"{best.name} serves {best.served} fastest{than}, {figures.number(speed)} tokens/s ({asked})."
 

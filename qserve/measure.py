@@ -189,7 +189,8 @@ def _judge(
             f"{arm.engine.name} serves {arm.name} unquantized: it read no quantization in it; log: {live.log}"
         )
     recipe, manifest = context.inputs.recipe, arm.prepared.manifest
-    context.inputs.say(f"{arm.name}: scoring {len(context.windows)} windows of {recipe.quality.tokens} tokens")
+    windows = f"{len(context.windows)} window{'' if len(context.windows) == 1 else 's'}"
+    context.inputs.say(f"{arm.name}: scoring {windows} of {recipe.quality.tokens} tokens")
     scored = quality.score(live, context.windows, recipe.quality.top_k, recipe.bench.variant_s / 2)
     gate = fidelity.check(scored, context.references[arm.prepared.variant], context.references[BASELINE])
     data, bos = context.parts.quality, context.parts.bos_token_id

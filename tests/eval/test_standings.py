@@ -98,6 +98,14 @@ def test_text_and_page_say_the_same() -> None:
     assert Race.model_validate_json(told.model_dump_json()) == told
 
 
+def test_a_lead_within_noise_is_not_called_the_fastest() -> None:
+    told = race(
+        {"transformers": NAIVE, "vllm": [leg({0: block(30.0), 2: block(3.0)}), leg({1: block(30.0), 3: block(3.0)})]}
+    )
+    assert told.racers[1].throughput and told.racers[1].throughput.verdict == "unresolved"
+    assert headline(told).startswith("Unresolved: vllm serves") and "more --rounds" in headline(told)
+
+
 def test_nothing_valid_is_said() -> None:
     told = race({"transformers": [Leg(problem="no"), Leg(problem="no")]})
     assert "No engine gave a valid figure" in headline(told)
