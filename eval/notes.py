@@ -21,7 +21,8 @@ DEFINITIONS = (
         "÷ bf16",
         "Variant over bf16, from paired blocks: the same prompts on both servers, in alternation, on the same machine. "
         "Geometric mean of the pairs' ratios, with a 95 % t interval. Above 1 is faster for tok/s, below 1 is faster "
-        "for a latency. “unresolved” means that the interval contains 1.",
+        "for a latency. “unresolved” means that the interval contains 1. bf16's own row pools its blocks beside every "
+        "variant, so a ratio is not the quotient of two rows.",
     ),
     (
         "TTFT",
