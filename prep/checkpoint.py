@@ -76,6 +76,7 @@ def variant_digest(context: Context, model: Model, name: str, data: Path) -> str
     variant = context.recipe.variants[name]
     if isinstance(variant, Gguf):
         made_by = [context.digest_of_runtime("llmcompressor"), source_digest()]
+        made_by += ["tokenizer of the source"] if _came_in(model) else []
         return digest_of([FORMAT, baseline_digest(context, model), variant.model_dump(mode="json"), *made_by])
     record, _ = _calibration(variant, data)
     own = {field: value for field, value in settings_of(variant).items() if field != "samples"}
@@ -169,13 +170,18 @@ def build_variant(context: Context, model: Model, baseline: Prepared, name: str,
     return Prepared(name, final, manifest)
 
 
+def _came_in(model: Model) -> Path | None:
+    """The GGUF file that the model came in, if it did."""
+    return model.path if model.outline.kind == "gguf" else None
+
+
 def _build_gguf(context: Context, model: Model, baseline: Prepared, name: str, data: Path) -> Prepared:
     variant = context.recipe.variants[name]
     assert isinstance(variant, Gguf)
     digest = variant_digest(context, model, name, data)
     final = context.workspace.checkpoint(name, digest)
     with complete_or_absent(final) as partial:
-        made = make_gguf(context, name, variant, baseline.folder, partial)
+        made = make_gguf(context, name, variant, baseline.folder, partial, _came_in(model))
         found, source_note = made.found, baseline.manifest.source_note
         settings = Made(found.targets, (), None, source_note, made.peak_memory_bytes)
         facts = {"digest": digest, "weights": found.weights, "wall_s": made.wall_s, "note": found.note}

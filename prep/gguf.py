@@ -10,12 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from qserve.errors import UsageError
 
 KEPT_ITEMS = 64  # longer arrays (vocabularies) are kept as their length only
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+MAGIC, VERSIONS = 0x46554747, (2, 3)
+Read = TypeVar("Read")
 # type -> (name, elements of a block, bytes of a block)
 TENSOR_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
@@ -83,20 +86,69 @@ class _Cursor:
         return self.data[self.at - size : self.at].decode("utf-8", "replace")
 
 
+@dataclass(frozen=True)
+class GgufPairs:
+    """The header as it stands in the file: each field's bytes (key, type and value), and the table of tensors."""
+
+    pairs: Mapping[str, bytes]
+    tensors: int
+    table: bytes
+    data_start: int
+    alignment: int
+
+    def head(self, pairs: Mapping[str, bytes]) -> bytes:
+        """A header of the same tensors with other fields, up to where the weights begin."""
+        start = struct.pack("<IIQQ", MAGIC, VERSIONS[-1], self.tensors, len(pairs))
+        made = start + b"".join(pairs.values()) + self.table
+        return made + bytes(-len(made) % self.alignment)
+
+
 def read_gguf(path: Path) -> GgufHeader:
     """Read the header. Raises UsageError if the file is no GGUF, is cut off, or is another version."""
+    return _read(path, _header)
+
+
+def read_pairs(path: Path) -> GgufPairs:
+    """Read the header without a look into it. Raises UsageError as `read_gguf` does."""
+    return _read(path, _pairs)
+
+
+def _read(path: Path, read: Callable[[Path, _Cursor], Read]) -> Read:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _header(path, _Cursor(data))
+            return read(path, _Cursor(data))
     except (struct.error, ValueError, OverflowError) as error:
         raise UsageError(f"{path} is cut off or no GGUF file ({error}); download it again") from error
 
 
-def _header(path: Path, cursor: _Cursor) -> GgufHeader:
+def _counts(path: Path, cursor: _Cursor) -> tuple[int, int]:
+    """How many tensors and fields follow."""
     magic, version = cursor.take("I"), cursor.take("I")
-    if magic != 0x46554747 or version not in (2, 3):
+    if magic != MAGIC or version not in VERSIONS:
         raise UsageError(f"{path} is no GGUF file of version 2 or 3; give a .gguf file of a current llama.cpp")
-    tensors, pairs = cursor.count(), cursor.count()
+    return cursor.count(), cursor.count()
+
+
+def _pairs(path: Path, cursor: _Cursor) -> GgufPairs:
+    tensors, pairs = _counts(path, cursor)
+    raw: dict[str, bytes] = {}
+    alignment: object = ALIGNMENT_BYTES
+    for _ in range(pairs):
+        start = cursor.at
+        key = cursor.text()
+        value = _value(cursor, int(cursor.take("I")))
+        raw[key] = cursor.data[start : cursor.at]
+        alignment = value if key == "general.alignment" else alignment
+    start = cursor.at
+    rows = [_row(cursor) for _ in range(tensors)]
+    table = cursor.data[start : cursor.at]
+    data_start = _check_whole(cursor, alignment, rows)
+    assert isinstance(alignment, int)
+    return GgufPairs(raw, tensors, table, data_start, alignment)
+
+
+def _header(path: Path, cursor: _Cursor) -> GgufHeader:
+    tensors, pairs = _counts(path, cursor)
     fields = {}
     for _ in range(pairs):
         key = cursor.text()

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qserve.artifacts import MANIFEST_NAME
+from qserve.errors import WorkerError
 from qserve.llama_cpp import ensure_llama_cpp
 from qserve.prep.context import Context
+from qserve.prep.gguf_tokenizer import carry_tokenizer, misread_tokenizer
 from qserve.prep.headers import INDEX, read_folder
 from qserve.prep.verify import parameters
 from qserve.prep.verify_gguf import GgufFound, verify_gguf
@@ -27,8 +29,14 @@ class GgufMade:
     peak_memory_bytes: int | None
 
 
-def make_gguf(context: Context, name: str, variant: Gguf, baseline: Path, folder: Path) -> GgufMade:
-    """Fill `folder`. Raises WorkerError: the conversion failed, or what it wrote is not right."""
+def make_gguf(
+    context: Context, name: str, variant: Gguf, baseline: Path, folder: Path, came_in: Path | None
+) -> GgufMade:
+    """Fill `folder`. `came_in`: the GGUF file that the model came in, whose tokenizer is then taken.
+
+    Raises:
+        WorkerError: the conversion failed, or what it wrote is not right.
+    """
     llama_cpp = ensure_llama_cpp(context.machine.flavour, context.say)
     job = {
         "source": str(baseline), "out": str(folder / GGUF_NAME), "type": variant.type.upper(),
@@ -36,11 +44,15 @@ def make_gguf(context: Context, name: str, variant: Gguf, baseline: Path, folder
         "converter": str(llama_cpp.converter), "quantize": str(llama_cpp.quantize), "threads": context.threads,
     }  # fmt: skip
     result = context.run(name, "to_gguf_worker.py", job)
+    if came_in is not None:
+        carry_tokenizer(came_in, folder / GGUF_NAME)
     (folder / GGUF_NAME).chmod(0o644)
     for path in baseline.rglob("*"):
         if path.is_file() and path.suffix != ".safetensors" and path.name not in (INDEX, MANIFEST_NAME):
             target = folder / path.relative_to(baseline)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
+    if wrong := misread_tokenizer(folder / GGUF_NAME, baseline):
+        raise WorkerError(f"{name}: the checkpoint is not right and was not kept: {wrong}")
     found = verify_gguf(name, folder / GGUF_NAME, variant.type, parameters(read_folder(baseline)))
     return GgufMade(found, llama_cpp.version, result["wall_s"], result["peak_memory_bytes"])
