@@ -6,7 +6,7 @@ Settings that were measured against plain defaults are in docs/measurements.md. 
     int4         with bfloat16 activations, as W4A16 says: with AMX vLLM's own default rounds them to int8 (W4A8), which
                  the gate rightly calls not faithful
     allocator    tcmalloc, preloaded, where the system has it
-    OpenMP       Intel's own, preloaded, on an Intel CPU
+    OpenMP       Intel's, preloaded, on a CPU with AVX-512, Intel's or AMD's
     KV cache     a share of the free memory, and at least one request of full length
 On CUDA vLLM's defaults are good; only the memory share is set, so that two servers fit side by side.
 """
@@ -127,7 +127,7 @@ def choose_settings(serving: Serving, config: Mapping[str, object], machine: Mac
         quantization=serving.quantization,
         threads=() if cuda else core_ids(),
         allocator=None if cuda else tcmalloc(),
-        intel_openmp=not cuda and "Intel" in machine.cpu,
+        intel_openmp=not cuda and "avx512f" in machine.isa,
         max_logprobs=1024,
         extra_args=serving.extra_args if serving.engine == "vllm" else (),
         start_timeout_s=serving.start_timeout_s,
