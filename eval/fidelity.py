@@ -66,7 +66,8 @@ def why_not(gate: Fidelity) -> str:
     shift = f"perplexity is {gate.served_perplexity:.3f} instead of {gate.reference_perplexity:.3f}"
     if gate.error > gate.limit:
         return f"{apart}, and {shift}"
-    return f"served {shift}, a shift that rounding does not make, though {apart}"
+    few = f" ({gate.tokens:,} tokens; more quality.windows tell it better)"
+    return f"served {shift}, a shift that rounding is not expected to make{few}, though {apart}"
 
 
 def _mean_gap(a: Sequence[Sequence[float] | np.ndarray], b: Sequence[Sequence[float] | np.ndarray]) -> float:
