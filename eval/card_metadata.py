@@ -71,13 +71,15 @@ def _results(subject: Subject) -> Iterator[EvalResult]:
 
 
 def _task_result(name: str, task: TaskScore, score: Estimate) -> EvalResult:
+    """With the task's name as the configuration: results of the same data set and configuration become one entry of
+    the model index, under the name, counts and hash of the first."""
     args = {"items": task.items, "of_items": task.of_items, "few_shot": task.few_shot, "sha256": task.sha256,
             "context_tokens": task.context_tokens, "first": task.bos}  # fmt: skip
     error = score.se if score.se is not None and math.isfinite(score.se) else None
     return EvalResult(
         task_type="text-generation", dataset_type=task.dataset or "custom", dataset_name=name,
-        metric_type=task.metric.partition(" ")[0], metric_name=f"{name}, {task.metric}", metric_value=score.value,
-        dataset_args=args, metric_args=None if error is None else {"standard_error": error},
+        dataset_config=name, metric_type=task.metric.partition(" ")[0], metric_name=f"{name}, {task.metric}",
+        metric_value=score.value, dataset_args=args, metric_args=None if error is None else {"standard_error": error},
     )  # fmt: skip
 
 

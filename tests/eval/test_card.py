@@ -215,7 +215,13 @@ def test_task_scores_stand_in_the_metadata_and_beside_bf16s() -> None:
         dataset="allenai/ai2_arc",
     )  # fmt: skip
     unknown = own.model_copy(update={"score": None, "delta": None, "note": "a reason with /a/path in it"})
-    quality = found.result.quality.model_copy(update={"tasks": {"arc_easy": own, "lost": unknown}})
+    # of the same repository; and two with data of their own, as the held-out text has
+    others = {
+        "arc_challenge": own.model_copy(update={"sha256": "ef" * 32}),
+        "mine": own.model_copy(update={"dataset": None, "items": 7}), "yours": own.model_copy(update={"dataset": None}),
+    }  # fmt: skip
+    tasks = {"arc_easy": own, "lost": unknown, **others}
+    quality = found.result.quality.model_copy(update={"tasks": tasks})
     theirs = {"arc_easy": own.model_copy(update={"score": Estimate(value=0.4, se=0.049), "delta": None})}
     row = found.result.model_copy(update={"quality": quality})
     bf16 = base.model_copy(update={"quality": base.quality.model_copy(update={"tasks": theirs})})
@@ -223,6 +229,11 @@ def test_task_scores_stand_in_the_metadata_and_beside_bf16s() -> None:
     (result,) = [r for r in card.data.eval_results if r.dataset_name == "arc_easy"]
     assert (result.dataset_type, result.metric_type, result.metric_value) == ("allenai/ai2_arc", "acc", 0.38)
     assert result.metric_args == {"standard_error": 0.049} and result.dataset_args["items"] == 100
+    entries = {r["dataset"]["name"]: r for r in card.data.to_dict()["model-index"][0]["results"]}
+    assert set(entries) == {"held-out text", "arc_easy", *others}
+    assert [len(entries[name]["metrics"]) for name in ("held-out text", *others)] == [3, 1, 1, 1]
+    assert entries["arc_challenge"]["dataset"]["args"]["sha256"] == "ef" * 32
+    assert entries["mine"]["dataset"]["args"]["items"] == 7
     assert (
         "| arc\\_easy, acc | 0.380 ± 0.049, −0.0200 ± 0.0141 on the same items, within noise | 0.400 ± 0.049 |"
         in card.text
