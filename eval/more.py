@@ -6,10 +6,12 @@ import shlex
 from qserve.artifacts import Report
 from qserve.decision import More
 from qserve.eval.settle import PAIRS_FIRST, Need, Settled
-from qserve.eval.table import concurrencies
-from qserve.limits import PAIRS, RECORDS
+from qserve.eval.table import concurrencies, everyone
+from qserve.limits import PAIRS, RECORDS, SECONDS
 from qserve.variants import BASELINE
 from qserve.wishes import Wishes
+
+SPARE = 1.1  # time for items longer than those that had time
 
 
 def more(report: Report, wishes: Wishes, settled: Settled) -> More | None:
@@ -30,6 +32,7 @@ def more(report: Report, wishes: Wishes, settled: Settled) -> More | None:
     options = [*_only(report, settled), *_engines(report, settled)]
     numbers: list[str] = []
     for name, value in (("--pairs", pairs), ("--windows", windows), ("--task-items", items),
+                        ("--task-s", _task_s(report, settled, items)),
                         ("--concurrency", concurrency), ("--prompt-tokens", lengths[0]),
                         ("--output-tokens", lengths[1])):  # fmt: skip
         numbers += [name, str(value)] if value else []
@@ -59,6 +62,22 @@ def _loads_s(report: Report, settled: Settled, pairs: int | None, concurrency: i
         if v.name in open_ and p.throughput and concurrency in (None, p.concurrency)
     ]
     return sum(took) * pairs if pairs and took else None
+
+
+def _task_s(report: Report, settled: Settled, items: int | None) -> int | None:
+    """Seconds for that many items of each task, by the items that had time; None where all had it, since more items
+    get more by themselves unless the time was given beside them."""
+    quality = report.recipe.get("quality", {})
+    if items is None or not (had_s := quality.get("task_s")):
+        return None
+    open_ = {s.name for s in settled.standings if s.standing != "excluded"}
+    times, cut = 1.0, "--task-s" in (report.options or ())
+    for task in (t for v in everyone(report) if v.quality and v.name in open_ for t in v.quality.tasks.values()):
+        seen, asked = task.items + task.too_long, min(quality.get("task_items") or task.of_items, task.of_items)
+        if task.items:
+            cut = cut or seen < asked
+            times = max(times, min(items, task.of_items) / seen)
+    return min(math.ceil(had_s * times * SPARE), int(SECONDS)) if cut else None
 
 
 def _pairs(report: Report, wishes: Wishes, settled: Settled, need: Need) -> int | None:

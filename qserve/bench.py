@@ -48,7 +48,11 @@ def quick_recipe(recipe: Recipe) -> Recipe:
 
 
 def changed_recipe(
-    recipe: Recipe, bench: Mapping[str, object], windows: int | None, task_items: int | None = None
+    recipe: Recipe,
+    bench: Mapping[str, object],
+    windows: int | None,
+    task_items: int | None = None,
+    task_s: float | None = None,
 ) -> Recipe:
     """The recipe with what was given on the command line instead of its own; None leaves it. More pairs get more time,
     and so do more items.
@@ -67,11 +71,13 @@ def changed_recipe(
         raise UsageError(f"bench.{'.'.join(map(str, first['loc']))}: {message}") from error
     own = recipe.quality
     judged: dict[str, object] = {"windows": windows} if windows else {}
+    if (task_items or task_s) and not own.tasks:
+        raise UsageError(f"--task-{'items' if task_items else 's'}: the recipe names no task; add quality.tasks")
     if task_items:
-        judged |= {
-            "task_items": task_items,
-            "task_s": own.task_s * max(1.0, task_items / (own.task_items or task_items)),
-        }
+        more = max(1.0, task_items / (own.task_items or task_items))
+        judged |= {"task_items": task_items, "task_s": own.task_s * more}
+    if task_s:
+        judged["task_s"] = task_s
     return recipe.model_copy(update={"bench": changed, "quality": own.model_copy(update=judged)})
 
 

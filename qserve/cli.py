@@ -99,6 +99,10 @@ def bench(
     task_items: Annotated[
         int | None, typer.Option(min=1, max=limits.RECORDS, help="Of each task, instead of the recipe's.")
     ] = None,
+    task_s: Annotated[
+        float | None,
+        typer.Option(min=1, max=limits.SECONDS, help="For the tasks of a variant, instead of the recipe's."),
+    ] = None,
     workspace: WorkspaceOption = None,
 ) -> None:
     """Measure every checkpoint beside bf16.
@@ -120,7 +124,7 @@ def bench(
     path, space, machine = find_recipe(recipe), open_workspace(workspace), look()
     changes = {"pairs": pairs, "concurrency": concurrency, "prompt_tokens": prompt_tokens,
                "output_tokens": output_tokens}  # fmt: skip
-    parsed = changed_recipe(load_recipe(path), changes, windows, task_items)
+    parsed = changed_recipe(load_recipe(path), changes, windows, task_items, task_s)
     names = _only(parsed, only)
     engines = choose_engines(engine or (), parsed, names)
     for name in engines:
