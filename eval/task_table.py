@@ -14,6 +14,7 @@ DEFINITIONS = (
         "Mean of the items' values, each from 0 to 1, as lm-evaluation-harness computes them from the live server's "
         "answers, without a chat template. Its 95 % interval is Wilson's where an item is right or wrong.",
     ),
+    ("± of a task score", "One standard error, between items."),
     (
         "− bf16",
         "The score minus bf16's on the same items, paired item by item. Of items that are right or wrong the exact "

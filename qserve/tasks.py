@@ -4,7 +4,7 @@ The worker (eval/tasks_worker.py) runs in an environment of its own. The outcome
 folder, so that bf16 is asked once, and an interrupted run goes on with what was scored before.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,12 @@ def score_tasks(tasks: Tasks, run: Path, arm: str, checkpoint: Path, live: serve
         WorkerError, ServerError: the server died.
     """
     path, base = run / f"tasks-{arm}.json", run / f"tasks-{BASELINE}.json"
-    if not _has_values(path):
-        _ask(tasks, path.with_suffix(".log"), checkpoint, live).write(path)
+    before = ArmTasks.read(path) if path.exists() else None
+    kept = _scored(before)
+    if missing := tuple(task for task in tasks.every if task.name not in kept):
+        asked = _ask(tasks, missing, path.with_suffix(".log"), checkpoint, live)
+        head = before if before and kept else asked
+        head.model_copy(update={"tasks": {**kept, **asked.tasks}}).write(path)
     beside = ArmTasks.read(base) if arm != BASELINE and base.exists() else None
     scores = task_scores(tasks.every, ArmTasks.read(path), beside)
     for name, score in scores.items():
@@ -102,29 +106,29 @@ def score_tasks(tasks: Tasks, run: Path, arm: str, checkpoint: Path, live: serve
     return scores
 
 
-def _has_values(path: Path) -> bool:
+def _scored(before: ArmTasks | None) -> dict[str, Outcomes]:
     """What was scored before an interruption stays; a task that failed then is asked again."""
-    return path.exists() and any(found.values for found in ArmTasks.read(path).tasks.values())
+    return {name: found for name, found in (before.tasks if before else {}).items() if found.values}
 
 
-def _ask(tasks: Tasks, log: Path, checkpoint: Path, live: server.Server) -> ArmTasks:
-    """The outcome of every item on this server."""
+def _ask(tasks: Tasks, missing: Sequence[Task], log: Path, checkpoint: Path, live: server.Server) -> ArmTasks:
+    """The outcome of every item of these tasks on this server, in their share of the time."""
     if not live.launch.echoes:
         why = f"{live.launch.engine} gives no log-probabilities of a prompt to lm-evaluation-harness"
-        return ArmTasks(tasks={task.name: Outcomes(problem=why) for task in tasks.every})
+        return ArmTasks(tasks={task.name: Outcomes(problem=why) for task in missing})
     quality = tasks.recipe.quality
     try:
         context = _context(live)
         spec = {
-            "do": "score", "tasks": [task.model_dump() for task in tasks.every], "items": quality.task_items,
+            "do": "score", "tasks": [task.model_dump() for task in missing], "items": quality.task_items,
             "url": live.url, "model": live.model, "checkpoint": str(checkpoint), "context_tokens": context,
-            "budget_s": quality.task_s,
+            "budget_s": quality.task_s * len(missing) / len(tasks.every),
         }  # fmt: skip
         result = _work(tasks.harness, f"tasks on {live.model}", spec, log, tasks.say)
     except (WorkerError, ServerError) as error:
         if not live.alive():
             raise
-        return ArmTasks(tasks={task.name: Outcomes(problem=str(error)) for task in tasks.every})
+        return ArmTasks(tasks={task.name: Outcomes(problem=str(error)) for task in missing})
     found = ArmTasks.model_validate({"context_tokens": context, "bos": result["bos"], "tasks": result["tasks"]})
     if not live.alive():
         raise WorkerError(f"the server of {live.model} ended while it was asked; log: {log}")

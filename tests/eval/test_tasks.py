@@ -9,6 +9,7 @@ from known_report import Truth, known, with_variant
 
 from qserve.artifacts import Report, TaskScore
 from qserve.bench import changed_recipe
+from qserve.errors import UsageError
 from qserve.eval.checks import task_check
 from qserve.eval.decide import decide
 from qserve.eval.decision_text import to_text
@@ -17,6 +18,9 @@ from qserve.eval.report import to_html, to_markdown
 from qserve.eval.shares import items_needed, sign_test, wilson
 from qserve.eval.tasks import ArmTasks, Outcomes, Task, against_bf16, interval, task_scores
 from qserve.recipe import find_recipe, load_recipe
+from qserve.runtimes import Runtime
+from qserve.serve.server import Launch, Server
+from qserve.tasks import Tasks, score_tasks
 from qserve.wishes import Floor, Wishes
 
 TASK = Task(
@@ -161,6 +165,21 @@ def test_a_floor_within_noise_asks_for_items_and_no_more_than_there_are() -> Non
     assert "within noise" in close.sentence
 
 
+@pytest.mark.parametrize(("options", "asked", "command"), [
+    ((), 100, "--task-items 267"),
+    ((), 200, "--task-items 267 --task-s 2644"),  # 900 s were enough for 100: 900 · 267 / 100 · 1.1
+    ((), None, "--task-items 267 --task-s 2644"),
+    (("--task-items", "100", "--task-s", "900"), 100, "--task-items 267 --task-s 2644"),
+])  # fmt: skip
+def test_items_that_the_time_ended_are_asked_for_with_the_time_for_them(
+    options: tuple[str, ...], asked: int | None, command: str
+) -> None:
+    made = report(38, base=60)
+    recipe = {**made.recipe, "quality": {**made.recipe.get("quality", {}), "task_items": asked, "task_s": 900.0}}
+    decision = decide(made.model_copy(update={"recipe": recipe, "options": options}), floor(0.3))
+    assert decision.more and decision.more.command == f"qserve bench known.yaml {command}"
+
+
 def test_where_every_item_was_asked_no_command_is_given_that_would_tell_nothing_new() -> None:
     decision = decide(report(38, base=60, of_items=100), floor(0.36))
     assert decision.outcome == "unresolved" and decision.more is None
@@ -191,6 +210,7 @@ def test_the_report_shows_the_scores_and_calls_noise_noise() -> None:
     assert any("int8 on capitals −0.0200 ± 0.0141 (within noise)" in sentence for sentence in findings(made))
     assert "task capitals: data of its own; acc, 2 examples before each item" in text
     assert "Task scores" in to_html(made) and "Wilson" in to_html(made)
+    assert "± of a task score: One standard error, between items." in text
 
 
 def test_a_report_without_tasks_says_nothing_of_them_and_an_old_one_loads() -> None:
@@ -200,6 +220,23 @@ def test_a_report_without_tasks_says_nothing_of_them_and_an_old_one_loads() -> N
         del v["quality"]["tasks"]
     assert Report.model_validate(old) == made
     assert "Task" not in to_markdown(made) and "Task scores" not in to_html(made)
+
+
+# --- going on ----------
+def test_after_an_interruption_only_the_task_that_failed_is_asked_again(tmp_path: Path) -> None:
+    """By a server that cannot score: the new outcome of the task that failed says so, and the other's is as it was."""
+    other = TASK.model_copy(update={"name": "rivers"})
+    before = {"capitals": Outcomes(values=right(4, 10), prompts="p"), "rivers": Outcomes(problem="TimeoutError: ")}
+    ArmTasks(context_tokens=2048, bos="none", tasks=before).write(tmp_path / "tasks-int8.json")
+    launch = Launch("pipeline", (), {}, "127.0.0.1", 9, "int8")
+    live = Server(launch, 0, tmp_path / "log", 1.0)
+    asked = Tasks(
+        (TASK, other), load_recipe(find_recipe("quickstart")), Runtime("lmeval", Path("/none"), "d", {}), print
+    )
+    scores = score_tasks(asked, tmp_path, "int8", tmp_path, live)
+    assert scores["capitals"].score and scores["capitals"].score.value == pytest.approx(0.4)
+    assert scores["capitals"].context_tokens == 2048
+    assert scores["rivers"].score is None and "pipeline gives no log-probabilities" in str(scores["rivers"].note)
 
 
 # --- the recipe ----------
@@ -215,6 +252,14 @@ def test_a_task_file_is_relative_to_the_recipe(tmp_path: Path) -> None:
     assert made.quality.tasks == ("arc_easy", str(tmp_path / "tasks" / "mine.yaml"))
     more = changed_recipe(made, {}, None, 500).quality
     assert (more.task_items, more.task_s) == (500, made.quality.task_s * 2.5)
+    longer = changed_recipe(made, {}, None, 500, 77.0).quality
+    assert (longer.task_items, longer.task_s) == (500, 77.0)
+
+
+@pytest.mark.parametrize(("given", "named"), [((9, None), "--task-items"), ((None, 9.0), "--task-s")])
+def test_options_of_tasks_need_tasks(given: tuple[int | None, float | None], named: str) -> None:
+    with pytest.raises(UsageError, match=f"{named}: the recipe names no task; add quality.tasks"):
+        changed_recipe(load_recipe(find_recipe("quickstart")), {}, None, *given)
 
 
 def test_without_tasks_a_run_keeps_its_name(tmp_path: Path) -> None:
@@ -222,6 +267,5 @@ def test_without_tasks_a_run_keeps_its_name(tmp_path: Path) -> None:
     plain = load_recipe(find_recipe("quickstart"))
     measured = plain.measured()
     assert set(measured["quality"]) == {"dataset", "windows", "tokens", "top_k"} and "choose" not in measured
-    assert changed_recipe(plain, {}, None, 9).measured() == measured
     with_tasks = load_recipe(write(tmp_path, "  tasks: [arc_easy]\n")).measured()
     assert with_tasks["quality"]["tasks"] == ["arc_easy"]
