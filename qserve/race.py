@@ -16,7 +16,7 @@ from qserve.artifacts import DataParts
 from qserve.engines import Installed, engine_for, engine_name, install_engine, open_engine, unservable
 from qserve.errors import UsageError
 from qserve.eval.load import LabelledRecord, Request, write_requests
-from qserve.eval.race import Leg, Race, Starter, standings
+from qserve.eval.race import NAIVE, Leg, Race, Starter, standings
 from qserve.eval.race_report import write_race
 from qserve.eval.throughput import Plan, Prompts
 from qserve.machine import available_bytes
@@ -77,15 +77,16 @@ def _first_servable(name: EngineName, recipe: Recipe) -> str | None:
 def install_entries(
     chosen: Sequence[tuple[EngineName, Prepared]], recipe: Recipe, say: Say
 ) -> tuple[tuple[Entry, Installed], ...]:
-    """Every engine's program. A Python or program that the recipe names is of its own engine alone."""
+    """Every engine's program. A Python or program that the recipe names is of its own engine alone. The naive loop is
+    that of bf16: with another checkpoint it goes by both names, and nothing is held against it."""
     served: dict[EngineName, list[str]] = {}
     for name, prepared in chosen:
         served.setdefault(name, []).append(prepared.variant)
     found = []
     for name, prepared in chosen:
         own = recipe.serving if name == recipe.serving.engine else recipe.serving.model_copy(update={"python": None})
-        alone = len(served[name]) == 1 or prepared.variant == BASELINE
-        entry = Entry(name if alone else f"{name}:{prepared.variant}", name, prepared)
+        plain = prepared.variant == BASELINE or (len(served[name]) == 1 and name != NAIVE)
+        entry = Entry(name if plain else f"{name}:{prepared.variant}", name, prepared)
         found.append((entry, install_engine(name, own, say, map(recipe.variant, served[name]))))
     return tuple(found)
 

@@ -42,8 +42,8 @@ class Heat:
 
 @dataclass(frozen=True)
 class Entry:
-    """An engine of ours with the checkpoint it serves. `name`: the engine's; with the variant's, where it is in the
-    race with another one."""
+    """An engine of ours with the checkpoint it serves. `name`: the engine's; with the variant's, where the engine is in
+    the race with another one, or would be taken for the naive loop."""
 
     name: str
     engine: EngineName

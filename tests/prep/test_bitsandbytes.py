@@ -105,6 +105,8 @@ def test_one_environment_serves_a_race_of_it_and_bf16(recipe: Recipe, prepared: 
     chosen: list[tuple[EngineName, Prepared]] = [("transformers", prepared["bf16"]), ("transformers", prepared["nf4"])]
     (first, one), (second, other) = install_entries(chosen, recipe, print)
     assert (first.name, second.name) == ("transformers", "transformers:nf4")
+    ((alone, _),) = install_entries(chosen[1:], recipe, print)
+    assert alone.name == "transformers:nf4"  # not the naive loop, which is bf16's
     assert one == other and f"bitsandbytes-{look().flavour}-" in str(one.program)
     plain = install_engine("transformers", recipe.serving, print, [Bf16()])
     assert f"llmcompressor-{look().flavour}-" in str(plain.program)
