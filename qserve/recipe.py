@@ -184,6 +184,8 @@ class Quality(Frozen):
     def _tasks_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) != len(value):
             raise ValueError("each task once")
+        if not all(task.strip() for task in value):
+            raise ValueError("a task has no name")
         return value
 
 
@@ -320,6 +322,12 @@ def _lines(node: yaml.Node, at: tuple[object, ...] = ()) -> Iterator[tuple[tuple
             yield from _lines(value, (*at, i))
 
 
+PLAIN = {  # pydantic says tuple and dictionary
+    "tuple_type": "give a list, in [ ]", "dict_type": "give name: value pairs, in { }",
+    "model_type": "give name: value pairs, in { }",
+}  # fmt: skip
+
+
 def _explain(path: Path, lines: Mapping[tuple[object, ...], int], item: dict[str, Any]) -> str:
     """One sentence for one pydantic error, with the line of the nearest field that is in the file."""
     loc, tag = tuple(item["loc"]), None
@@ -328,6 +336,7 @@ def _explain(path: Path, lines: Mapping[tuple[object, ...], int], item: dict[str
     line = next((lines[loc[:n]] for n in range(len(loc), -1, -1) if loc[:n] in lines), 1)
     name = ".".join(str(part) for part in loc)
     message = item["msg"].removeprefix("Value error, ")
+    message = PLAIN.get(item["type"], message)
     if item["type"] == "extra_forbidden":
         siblings = sorted({str(p) for p in _known_fields(loc, tag)})
         message = f"unknown field; did you mean one of {', '.join(siblings)}?" if siblings else "unknown field"
