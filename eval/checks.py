@@ -89,7 +89,8 @@ def task_check(name: str, quality: Quality | None, limit: float) -> Check:
     within = interval(task) if task else None
     if task is None or task.score is None:
         why = f": {task.note}" if task and task.note else ""
-        return Check(demand=demand, state="unknown", says=f"its score on {name} was not measured{why}")
+        said = f"its score on {name} was not measured{why}"
+        return Check(demand=demand, state="unknown", says=said, final=task is not None)  # asked, and in vain
     asked = f"at least {figures.number(limit)} is asked for"
     if within is None:
         says = f"its {name} is {figures.estimate(task.score)}, {asked}; its noise is not known"

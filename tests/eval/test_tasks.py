@@ -197,6 +197,18 @@ def test_a_score_that_could_not_be_had_is_unknown() -> None:
     assert task_check("capitals", None, 0.1).state == "unknown"
 
 
+def test_a_server_that_cannot_be_asked_is_not_to_be_measured_again() -> None:
+    """Undecided, and could win; the same run would find the same, so no command is given."""
+    made = report(40, base=60)
+    theirs, quality = made.baseline.quality, made.variants[0].quality
+    assert theirs and quality
+    lost = quality.tasks["capitals"].model_copy(update={"score": None, "delta": None, "items": 0, "note": "no echo"})
+    unasked = with_variant(made, "int8", quality=quality.model_copy(update={"tasks": {"capitals": lost}}))
+    decision = decide(unasked.model_copy(update={"baseline": made.baseline}), floor(0.3))
+    assert (decision.outcome, decision.provisional, decision.more) == ("unresolved", "bf16", None)
+    assert "its score on capitals was not measured: no echo" in decision.sentence
+
+
 # --- on paper ----------
 def test_the_report_shows_the_scores_and_calls_noise_noise() -> None:
     made = report(38)
