@@ -122,6 +122,8 @@ def merge(base: "Wishes", given: Mapping[str, Any]) -> "Wishes":
             kept = {name: item for name, item in value.items() if item is not None}
             if key == "traffic" and {"requests_per_s", "output_tokens_per_s"} & set(kept):
                 merged[key] |= {"requests_per_s": None, "output_tokens_per_s": None}
+            if key == "floor" and isinstance(tasks := kept.get("tasks"), Mapping):
+                kept["tasks"] = {**merged[key]["tasks"], **tasks}
             merged[key] = {**merged[key], **kept}
         elif value is not None:
             merged[key] = value
@@ -162,7 +164,13 @@ def _floor(found: Mapping[str, float]) -> dict[str, Any]:
     from qserve.wishes import Floor
 
     fields = set(Floor.model_fields) - {"tasks"}
-    tasks = {name.removeprefix("task:"): value for name, value in found.items() if name.startswith("task:")}
     if unknown := [name for name in found if name not in fields and not name.startswith("task:")]:
         raise UsageError(f"--floor {unknown[0]}: did you mean one of {', '.join(sorted(fields))}, or task:NAME?")
-    return {**{name: value for name, value in found.items() if name in fields}, **({"tasks": tasks} if tasks else {})}
+    return floor_of(found)
+
+
+def floor_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """`task:NAME` as the recipe has it: one of the floor's `tasks`."""
+    tasks = {name.removeprefix("task:"): value for name, value in found.items() if name.startswith("task:")}
+    fields = {name: value for name, value in found.items() if not name.startswith("task:")}
+    return {**fields, **({"tasks": tasks} if tasks else {})}

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 
 from qserve.artifacts import Report
-from qserve.choose import merge, section
+from qserve.choose import floor_of, merge, section
 from qserve.decision import Decision
 from qserve.eval.decide import decide
 from qserve.eval.decision_text import to_html as decision_html
@@ -44,7 +44,7 @@ class LoadedReport(Report):
 
         Args:
             slo: latency percentile -> seconds at most, as {"ttft_p95": 0.5}.
-            floor: kl and perplexity_ratio at most, top1 at least.
+            floor: kl and perplexity_ratio at most, top1 and task:NAME at least.
             traffic: concurrency, requests_per_s or output_tokens_per_s, prompt_tokens, output_tokens.
             memory_gb: 10^9 bytes of peak memory, at most.
 
@@ -52,7 +52,7 @@ class LoadedReport(Report):
             UsageError: a name or value that cannot be.
         """
         given = {
-            "slo": slo or {}, "floor": floor or {}, "traffic": traffic or {}, "memory_gb": memory_gb,
+            "slo": slo or {}, "floor": floor_of(floor or {}), "traffic": traffic or {}, "memory_gb": memory_gb,
             "price_per_hour": price_per_hour, "objective": objective,
         }  # fmt: skip
         return ShownDecision.model_validate(decide(self, merge(section(self, None), given)).model_dump())

@@ -16,13 +16,14 @@ from known_report import Truth, known
 import qserve
 from qserve.artifacts import Report
 from qserve.bench import _run_folder, changed_recipe
+from qserve.choose import floor_of, merge
 from qserve.decision import Decision
 from qserve.errors import UsageError
 from qserve.machine import look
 from qserve.measure import Inputs
 from qserve.recipe import find_recipe, load_recipe
 from qserve.runtimes import Runtime
-from qserve.wishes import SLO_NAMES, Wishes
+from qserve.wishes import SLO_NAMES, Floor, Wishes
 from qserve.workspace import Workspace
 
 
@@ -198,6 +199,12 @@ def test_bench_takes_what_choose_asks_for() -> None:
         changed_recipe(recipe, {"concurrency": [4, 4]}, None)
 
 
+def test_a_floor_on_one_task_leaves_the_recipes_floor_on_another() -> None:
+    base = Wishes(floor=Floor(kl=0.1, tasks={"a": 0.3, "b": 0.4}))
+    assert merge(base, {"floor": floor_of({"task:a": 0.5})}).floor == Floor(kl=0.1, tasks={"a": 0.5, "b": 0.4})
+    assert merge(base, {"floor": floor_of({"kl": 0.2})}).floor == Floor(kl=0.2, tasks={"a": 0.3, "b": 0.4})
+
+
 # --- Python ----------
 def test_the_same_from_python(project: Path) -> None:
     (run,) = (project / "qserve-workspace" / "runs").iterdir()
@@ -216,6 +223,8 @@ def test_the_same_from_python(project: Path) -> None:
         report.choose(slo={"ttft": 1.0})
     with pytest.raises(UsageError, match=r"floor\.kll: there is no such wish"):
         report.choose(floor={"kll": 1.0})
+    with pytest.raises(UsageError, match="a floor on the task score of arc_easy is asked for, and this report has no"):
+        report.choose(floor={"task:arc_easy": 0.4})
     assert len(SLO_NAMES) == 12
 
 
