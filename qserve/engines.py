@@ -46,13 +46,22 @@ def choose_engines(asked: Sequence[str], recipe: Recipe, names: Sequence[str]) -
 
     Raises:
         UsageError: a word that is no engine, or the first one cannot serve the baseline.
+        PreflightError: none of them reads any of the variants.
     """
     chosen = [engine_name(text) for text in asked] or [recipe.serving.engine]
     if not asked and any(isinstance(recipe.variant(name), Gguf) for name in names):
         chosen.append("llama-server")
     if reason := unservable(chosen[0], recipe.variant(BASELINE)):
         raise UsageError(f"{reason}: name it first, since every variant is held against the {BASELINE} baseline")
+    _refuse_unread(chosen, [recipe.variant(name) for name in names])
     return tuple(dict.fromkeys(chosen))
+
+
+def _refuse_unread(chosen: Sequence[EngineName], variants: Sequence[Variant]) -> None:
+    """A run of formats that none of its engines reads. Beside others such a variant is told in the report."""
+    reasons = [unservable(name, variant) for variant in variants for name in chosen]
+    if reasons and all(isinstance(variant, Bitsandbytes | Gguf) for variant in variants) and all(reasons):
+        raise PreflightError(f"nothing could be compared with {BASELINE}: {reasons[0]}")
 
 
 def engine_for(variant: Variant, asked: str | None, recipe: Recipe) -> EngineName:

@@ -102,7 +102,8 @@ def test_what_the_log_says() -> None:
 RECIPE = Recipe.model_validate(
     {
         "model": "a/b", "calibration": {"dataset": "c/d"},
-        "variants": {"fp8": {"method": "fp8"}, "q4": {"method": "gguf", "type": "q4_k_m"}},
+        "variants": {"fp8": {"method": "fp8"}, "q4": {"method": "gguf", "type": "q4_k_m"},
+                     "nf4": {"method": "bitsandbytes"}},
     }
 )  # fmt: skip
 
@@ -122,6 +123,16 @@ def test_a_run_adds_llama_server_where_there_are_gguf_variants() -> None:
     assert engines.choose_engines((), RECIPE, ("fp8",)) == ("vllm",)
     assert engines.choose_engines((), RECIPE, ("fp8", "q4")) == ("vllm", "llama-server")
     assert engines.choose_engines(("vllm", "vllm"), RECIPE, ("fp8", "q4")) == ("vllm",)
+
+
+def test_a_run_of_formats_that_its_engines_do_not_read_is_refused() -> None:
+    with pytest.raises(PreflightError, match=r"nothing could be compared with bf16: .*use --engine llama-server"):
+        engines.choose_engines(("vllm",), RECIPE, ("q4",))
+    with pytest.raises(PreflightError, match=r"nothing could be compared with bf16: .*--engine transformers"):
+        engines.choose_engines((), RECIPE, ("nf4",))
+    assert engines.choose_engines((), RECIPE, ("nf4", "fp8")) == ("vllm",)
+    assert engines.choose_engines(("transformers",), RECIPE, ("nf4",)) == ("transformers",)
+    assert engines.choose_engines((), RECIPE, ()) == ("vllm",)
 
 
 def test_the_first_engine_must_serve_the_baseline() -> None:
