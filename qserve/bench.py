@@ -52,7 +52,7 @@ def changed_recipe(
     bench: Mapping[str, object],
     windows: int | None,
     task_items: int | None = None,
-    task_s: float | None = None,
+    task_s: int | None = None,
 ) -> Recipe:
     """The recipe with what was given on the command line instead of its own; None leaves it. More pairs get more time,
     and so do more items.
@@ -77,7 +77,7 @@ def changed_recipe(
         more = max(1.0, task_items / (own.task_items or task_items))
         judged |= {"task_items": task_items, "task_s": own.task_s * more}
     if task_s:
-        judged["task_s"] = task_s
+        judged["task_s"] = float(task_s)
     return recipe.model_copy(update={"bench": changed, "quality": own.model_copy(update=judged)})
 
 

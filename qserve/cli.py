@@ -100,8 +100,8 @@ def bench(
         int | None, typer.Option(min=1, max=limits.RECORDS, help="Of each task, instead of the recipe's.")
     ] = None,
     task_s: Annotated[
-        float | None,
-        typer.Option(min=1, max=limits.SECONDS, help="For the tasks of a variant, instead of the recipe's."),
+        int | None,
+        typer.Option(min=1, max=int(limits.SECONDS), help="For the tasks of a variant, instead of the recipe's."),
     ] = None,
     workspace: WorkspaceOption = None,
 ) -> None:

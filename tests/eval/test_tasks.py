@@ -264,12 +264,12 @@ def test_a_task_file_is_relative_to_the_recipe(tmp_path: Path) -> None:
     assert made.quality.tasks == ("arc_easy", str(tmp_path / "tasks" / "mine.yaml"))
     more = changed_recipe(made, {}, None, 500).quality
     assert (more.task_items, more.task_s) == (500, made.quality.task_s * 2.5)
-    longer = changed_recipe(made, {}, None, 500, 77.0).quality
+    longer = changed_recipe(made, {}, None, 500, 77).quality
     assert (longer.task_items, longer.task_s) == (500, 77.0)
 
 
-@pytest.mark.parametrize(("given", "named"), [((9, None), "--task-items"), ((None, 9.0), "--task-s")])
-def test_options_of_tasks_need_tasks(given: tuple[int | None, float | None], named: str) -> None:
+@pytest.mark.parametrize(("given", "named"), [((9, None), "--task-items"), ((None, 9), "--task-s")])
+def test_options_of_tasks_need_tasks(given: tuple[int | None, int | None], named: str) -> None:
     with pytest.raises(UsageError, match=f"{named}: the recipe names no task; add quality.tasks"):
         changed_recipe(load_recipe(find_recipe("quickstart")), {}, None, *given)
 
