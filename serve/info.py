@@ -265,7 +265,8 @@ def _quantization(answers: Answers, card: Mapping[str, object], base: str) -> st
     if not here or not config.is_file():
         return None
     quantized = (_object(config.read_text(encoding="utf-8")) or {}).get("quantization_config")
-    return str(quantized.get("quant_method")) if isinstance(quantized, dict) else "none"
+    # vLLM may quantize as it starts, and does not say so
+    return str(quantized.get("quant_method")) if isinstance(quantized, dict) else "none in the checkpoint"
 
 
 def _whole(value: object) -> int | None:

@@ -64,6 +64,9 @@ def test_vllm(tmp_path: Path) -> None:
     with answering(vllm_routes("org/elsewhere", 'block_size="16",num_gpu_blocks="100"')) as url:
         older = probe(url)
     assert (older.kv_capacity_tokens, older.quantization) == (1600, None)  # the checkpoint is not on this machine
+    (tmp_path / "config.json").write_text("{}")
+    with answering(vllm_routes(str(tmp_path), 'block_size="16"')) as url:
+        assert probe(url).quantization == "none in the checkpoint"  # it may be quantized as it starts
 
 
 def test_llama_server() -> None:
