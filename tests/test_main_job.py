@@ -204,7 +204,7 @@ def test_serve_prints_a_curl_line_that_works_and_stops_on_ctrl_c(prepared: dict[
             raise
     assert process.returncode == 0, said
     assert said.rstrip().endswith("stopped")
-    assert re.search(r"ready after \d+ s; kernels: \w+.*; KV cache: \d+ tokens", said)
+    assert re.search(r"ready after \d+ s; kernels: \w+.*; KV cache: [\d,]+ tokens", said)
 
 
 def test_what_is_published_comes_back_and_runs_as_its_card_says(

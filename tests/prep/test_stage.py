@@ -167,7 +167,7 @@ def test_a_variant_that_fails_does_not_lose_the_others(tmp_path: Path) -> None:
 
 def test_an_interrupt_leaves_no_half_checkpoint(world: World, prepared: dict[str, Prepared]) -> None:
     def interrupt(text: str) -> None:
-        if text.startswith("stopped: 1 of"):
+        if text.startswith("stopped: part 1 of"):
             raise KeyboardInterrupt
 
     left = world.space.checkpoints / "awq-0123456789ab.partial"  # by a prep that was killed outright
